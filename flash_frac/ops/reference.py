@@ -1,0 +1,51 @@
+"""The specification: the paper's Algorithm 1 as a loop over tokens, in whatever precision comes in.
+
+    state = rho * state + write * u,   y = sum_m read_m state_m
+
+with rho = exp(log_decay). Everything else in this package is measured against these two functions.
+Letters: B batch, T time, H heads, D head channels, M modes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def step(
+    u_BHD: Tensor, read_BHM: Tensor, write_BHM: Tensor, log_decay_BHM: Tensor, state_BHMD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token. Computes in the state's dtype; y has the dtype of u."""
+    u, read, write, log_decay = (
+        x.to(state_BHMD.dtype) for x in (u_BHD, read_BHM, write_BHM, log_decay_BHM)
+    )
+    # rho - 1 keeps the digits of a slow mode; rho itself, close to 1, does not.
+    change = torch.expm1(log_decay)[..., None] * state_BHMD + write[..., None] * u[..., None, :]
+    state_BHMD = state_BHMD + change
+    y_BHD = (read[..., None] * state_BHMD).sum(-2)
+    return y_BHD.to(u_BHD.dtype), state_BHMD
+
+
+def recurrent_scan(
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Backend "recurrent" of `frac_scan`: the same arguments, the state given and in its dtype."""
+    inputs = (u, read, write, log_decay)
+    if cu_seqlens is not None:
+        parts = [
+            recurrent_scan(*(x[:, start:end] for x in inputs), initial_state[n : n + 1], None)
+            for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))
+        ]
+        return torch.cat([y for y, _ in parts], 1), torch.cat([state for _, state in parts])
+    state, outputs = initial_state, []
+    for t in range(u.shape[1]):
+        y, state = step(*(x[:, t] for x in inputs), state)
+        outputs.append(y)
+    return torch.stack(outputs, 1) if outputs else torch.zeros_like(u), state

@@ -1,0 +1,18 @@
+import pytest
+import torch
+
+# Tests run two at a time on two cores; more threads would only wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Memory that nobody has written is NaN, so that reading it cannot go unnoticed."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

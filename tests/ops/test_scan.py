@@ -1,0 +1,298 @@
+"""The contracts of frac_scan and frac_step, on every backend."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from flash_frac.ops import frac_scan, frac_step
+from flash_frac.ops.testing import random_inputs, relative_error
+
+EXACT = 1e-12  # float64 against float64, relative: a thousand roundings
+
+
+def with_gradients(inputs, state, **options):
+    """y, final state, and the gradients of a random functional of both, for all five inputs."""
+    leaves = [x.clone().requires_grad_() for x in (*inputs, state)]
+    y, final = frac_scan(*leaves[:4], initial_state=leaves[4], **options)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (y, final)]
+    ((y.double() * weights[0]).sum() + (final.double() * weights[1]).sum()).backward()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    return [y.detach(), final.detach(), *gradients]
+
+
+def random_state(*shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
+
+
+def worst_error(values, references):
+    return max(relative_error(a, b) for a, b in zip(values, references, strict=True))
+
+
+@pytest.mark.parametrize("time", [0, 1, 15, 16, 17, 63, 100, 257, 1024])
+def test_torch_is_recurrent_at_every_length(time):
+    inputs = random_inputs(2, time, 2, 16, 5, dtype=torch.float64)
+    state = random_state(2, 2, 16, 5)
+    got = with_gradients(inputs, state, backend="torch")
+    assert worst_error(got, with_gradients(inputs, state, backend="recurrent")) < EXACT
+
+
+@pytest.mark.parametrize("modes", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("channels", [1, 7, 32])
+def test_torch_is_recurrent_at_every_size(modes, channels):
+    inputs = random_inputs(1, 70, 3, modes, channels, dtype=torch.float64)
+    state = random_state(1, 3, modes, channels)
+    got = with_gradients(inputs, state, backend="torch")
+    assert worst_error(got, with_gradients(inputs, state, backend="recurrent")) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("time", [1, 100, 1024])
+def test_error_is_at_most_twice_that_of_the_specification(dtype, time):
+    """Against float64 on the same rounded inputs, for outputs, state and every gradient."""
+    inputs = random_inputs(2, time, 2, 16, 8, dtype=dtype, rho_eps=1e-6)
+    state = random_state(2, 2, 16, 8).float()
+    exact = with_gradients(inputs.to(torch.float64), state.double(), backend="recurrent")
+    names = ("y", "state", "du", "dread", "dwrite", "dlog_decay", "dinitial")
+    got = with_gradients(inputs, state, backend="torch")
+    reference = with_gradients(inputs, state, backend="recurrent")
+    for name, a, b, c in zip(names, got, reference, exact, strict=True):
+        rounding = torch.finfo(a.dtype).eps / 2
+        bound = 2 * (relative_error(b, c) + rounding)
+        assert relative_error(a, c) <= bound, name
+
+
+def checkable(*sizes):
+    """Inputs whose log_decay stays below 0 when gradcheck moves it."""
+    inputs = random_inputs(*sizes, dtype=torch.float64, rho_eps=1e-3)
+    return [x.requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize("backend", ["torch", "recurrent"])
+def test_gradcheck(backend):
+    inputs = checkable(2, 19, 2, 3, 2)
+    state = random_state(2, 2, 3, 2).requires_grad_()
+
+    def scan(*leaves):
+        return tuple(frac_scan(*leaves[:4], initial_state=leaves[4], backend=backend))
+
+    assert gradcheck(scan, (*inputs, state))
+
+
+def test_gradcheck_packed():
+    inputs = checkable(1, 23, 1, 2, 2)
+    state = random_state(4, 1, 2, 2).requires_grad_()
+    cu_seqlens = torch.tensor([0, 1, 1, 18, 23])
+
+    def scan(*leaves):
+        return tuple(frac_scan(*leaves[:4], initial_state=leaves[4], cu_seqlens=cu_seqlens))
+
+    assert gradcheck(scan, (*inputs, state))
+
+
+def test_gradcheck_step():
+    inputs = random_inputs(2, 1, 2, 3, 4, dtype=torch.float64)
+    leaves = [x[:, 0].requires_grad_() for x in inputs]
+    state = random_state(2, 2, 3, 4).requires_grad_()
+    assert gradcheck(lambda *x: tuple(frac_step(*x)), (*leaves, state))
+
+
+@pytest.mark.parametrize("backend", ["torch", "recurrent"])
+@pytest.mark.parametrize("cuts", [[1], [16], [50], [1, 2, 3], [0, 33, 33, 90], [99]])
+def test_any_split_is_the_whole(backend, cuts):
+    inputs = random_inputs(2, 100, 2, 8, 4, dtype=torch.float64)
+    whole = frac_scan(*inputs, backend=backend)
+    state, parts = None, []
+    for start, end in zip([0, *cuts], [*cuts, 100], strict=True):
+        y, state = frac_scan(
+            *(x[:, start:end] for x in inputs), initial_state=state, backend=backend
+        )
+        parts.append(y)
+    assert relative_error(torch.cat(parts, 1), whole.y) < EXACT
+    assert relative_error(state, whole.state) < EXACT
+
+
+def test_steps_are_the_scan():
+    inputs = random_inputs(2, 40, 2, 8, 4, dtype=torch.float64)
+    whole = frac_scan(*inputs)
+    state, parts = torch.zeros_like(whole.state), []
+    for t in range(40):
+        y, state = frac_step(*(x[:, t] for x in inputs), state)
+        parts.append(y)
+    assert relative_error(torch.stack(parts, 1), whole.y) < EXACT
+    assert relative_error(state, whole.state) < EXACT
+
+
+@pytest.mark.parametrize("backend", ["torch", "recurrent"])
+@pytest.mark.parametrize(
+    "lengths", [[100], [1] * 9, [0, 40, 0, 0, 1, 16, 17, 0], [300, 3, 1, 33], [0], [0, 0]]
+)
+def test_packed_is_separate(backend, lengths):
+    """Outputs, states and gradients, with empty sequences anywhere."""
+    total, num = sum(lengths), len(lengths)
+    inputs = random_inputs(1, total, 2, 4, 3, dtype=torch.float64)
+    state = random_state(num, 2, 4, 3)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    leaves = [x.clone().requires_grad_() for x in (*inputs, state)]
+    packed = frac_scan(*leaves[:4], initial_state=leaves[4], cu_seqlens=ends.int(), backend=backend)
+    copies = [x.clone().requires_grad_() for x in (*inputs, state)]
+    parts = [
+        frac_scan(
+            *(x[:, ends[n] : ends[n + 1]] for x in copies[:4]),
+            initial_state=copies[4][n : n + 1],
+            backend="recurrent",
+        )
+        for n in range(num)
+    ]
+    y, final = torch.cat([p.y for p in parts], 1), torch.cat([p.state for p in parts])
+    assert worst_error(packed, (y, final)) < EXACT
+    for a, b in ((packed.y, packed.state), (y, final)):
+        (a.sin().sum() + b.cos().sum()).backward()
+    for leaf, copy in zip(leaves, copies, strict=True):
+        assert leaf.grad is None or relative_error(leaf.grad, copy.grad) < EXACT
+
+
+def test_packed_sequences_do_not_touch():
+    """Changing one sequence changes no other, to the last bit."""
+    inputs, boundaries = random_inputs(1, 60, 1, 4, 3), torch.tensor([0, 20, 30, 60])
+    y, state = frac_scan(*inputs, cu_seqlens=boundaries)
+    inputs.u[:, 20:30] *= -3
+    y_changed, state_changed = frac_scan(*inputs, cu_seqlens=boundaries)
+    same = (y_changed == y).all(-1).all(-1)[0]
+    assert same[:20].all() and not same[20:30].any() and same[30:].all()
+    assert (state_changed == state).flatten(1).all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("backend", ["torch", "recurrent"])
+def test_causality(backend):
+    """The future changes nothing before it, to the last bit."""
+    inputs = random_inputs(1, 70, 2, 8, 4)
+    y, _ = frac_scan(*inputs, backend=backend)
+    for t in (1, 16, 37, 69):
+        changed = [x.clone() for x in inputs]
+        for x, fresh in zip(changed, random_inputs(1, 70, 2, 8, 4, seed=9), strict=True):
+            x[:, t:] = fresh[:, t:]
+        y_changed, _ = frac_scan(*changed, backend=backend)
+        assert torch.equal(y_changed[:, :t], y[:, :t])
+        assert not torch.equal(y_changed[:, t:], y[:, t:])
+
+
+def test_one_exponential_is_exact():
+    """One mode, constant input: the state is 1 - rho^t in closed form."""
+    rate, time = 1e-5, 50_000
+    ones = torch.ones(1, time, 1, 1)
+    log_decay = torch.full_like(ones, -rate)
+    y, _ = frac_scan(ones, ones, -torch.expm1(log_decay), log_decay)
+    t = torch.arange(1, time + 1, dtype=torch.float64)
+    rate = -log_decay[0, 0, 0, 0].double()
+    assert ((y.flatten() + torch.expm1(-rate * t)).abs() / -torch.expm1(-rate * t)).max() < 1e-6
+
+
+def test_step_keeps_the_digits_of_slow_modes():
+    """64K tokens in float32: expm1(log_decay) S loses 1e-5, exp(log_decay) S more than 4e-4.
+
+    Constant plus white input, timescales to 2^17 at a step of 0.1; worst mode against float64.
+    """
+    log_decay = -0.1 / torch.logspace(0, 17, 16, base=2)[None, None]
+    write = -torch.expm1(log_decay)
+    inputs = 1 + torch.randn(65_536, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    state = torch.zeros(1, 1, 16, 1)
+    naive, exact = state.clone(), state.double()
+    for u in inputs:
+        state = frac_step(u, write, write, log_decay, state).state
+        naive = log_decay.exp()[..., None] * naive + write[..., None] * u[..., None, :]
+        wide = [x.double() for x in (u, write, write, log_decay)]
+        exact = frac_step(*wide, exact).state
+    assert ((state - exact) / exact).abs().max() < 1e-5
+    assert ((naive - exact) / exact).abs().max() > 4e-4
+
+
+# Relative error of the last 8,192 of 65,536 outputs against float64; stated in docs/maths.md.
+LONG_ERRORS = {torch.float32: 4e-7, torch.bfloat16: 1.8e-3}
+
+
+@pytest.mark.parametrize("dtype", LONG_ERRORS)
+def test_64k_tokens_stay_accurate(dtype):
+    exact_inputs = random_inputs(1, 65_536, 1, 16, 4, dtype=torch.float64, rho_eps=1e-6)
+    inputs = exact_inputs.to(dtype)
+    y, state = frac_scan(*inputs)
+    exact, exact_state = frac_scan(*inputs.to(torch.float64), backend="recurrent")
+    assert y.isfinite().all() and state.isfinite().all()
+    assert relative_error(y[:, -8192:], exact[:, -8192:]) < LONG_ERRORS[dtype]
+    assert relative_error(state, exact_state) < 1e-6
+
+
+def test_compiles_without_graph_breaks():
+    inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 8)]
+
+    def loss(*x):
+        y, state = frac_scan(*x)
+        return y.square().sum() + state.sum()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    compiled(*inputs).backward()
+    got = [x.grad.clone() for x in inputs]
+    for x in inputs:
+        x.grad = None
+    loss(*inputs).backward()
+    for a, x in zip(got, inputs, strict=True):
+        torch.testing.assert_close(a, x.grad)
+
+
+def test_autocast_does_not_touch_the_scan():
+    inputs = [x.requires_grad_() for x in random_inputs(1, 64, 1, 8, 16)]
+    y, state = frac_scan(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y_cast, state_cast = frac_scan(*inputs)
+        y_cast.sum().backward()
+    assert torch.equal(y, y_cast) and torch.equal(state, state_cast)
+    got = [x.grad.clone() for x in inputs]
+    for x in inputs:
+        x.grad = None
+    y.sum().backward()
+    assert all(torch.equal(a, x.grad) for a, x in zip(got, inputs, strict=True))
+
+
+def scan_error(match, *, change=None, **options):
+    inputs = dict(
+        zip(("u", "read", "write", "log_decay"), random_inputs(2, 6, 2, 4, 3), strict=True)
+    )
+    inputs.update(change or {})
+    with pytest.raises(ValueError, match=match):
+        frac_scan(**inputs, **options)
+
+
+def test_errors_name_the_argument():
+    x = torch.zeros
+    scan_error(r"u must be .*\(B, T, H, D\).*\(2, 6\)", change={"u": x(2, 6)})
+    scan_error(r"u must be .*int64", change={"u": x(2, 6, 2, 3, dtype=torch.long)})
+    scan_error(r"read must have shape \(B, T, H, M\)", change={"read": x(2, 6, 4)})
+    scan_error(
+        r"write must have shape \(2, 6, 2, 4\), got \(2, 6, 2, 5\)", change={"write": x(2, 6, 2, 5)}
+    )
+    scan_error("log_decay must be float32", change={"log_decay": x(2, 6, 2, 4).bfloat16()})
+    scan_error("write must be on cpu", change={"write": x(2, 6, 2, 4, device="meta")})
+    scan_error(r"initial_state must have shape \(2, 2, 4, 3\)", initial_state=x(1, 2, 4, 3))
+    scan_error("initial_state must be torch.float32", initial_state=x(2, 2, 4, 3).bfloat16())
+    scan_error("backend must be one of 'auto'.*'nope'", backend="nope")
+    scan_error("cu_seqlens needs one packed row", cu_seqlens=torch.tensor([0, 6]))
+
+
+@pytest.mark.parametrize("values", [[0, 5], [1, 6], [0, 4, 2, 6], [0, 7], [0] * 12])
+def test_wrong_boundaries(values):
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 6, got"):
+        frac_scan(*random_inputs(1, 6, 1, 2, 2), cu_seqlens=torch.tensor(values))
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.tensor([[0, 6]]), torch.tensor([0.0, 6.0]), torch.tensor([0])]
+)
+def test_wrong_kind_of_boundaries(bad):
+    with pytest.raises(ValueError, match="cu_seqlens must be a 1-d int32 or int64"):
+        frac_scan(*random_inputs(1, 6, 1, 2, 2), cu_seqlens=bad)
+
+
+def test_step_errors():
+    inputs = [x[:, 0] for x in random_inputs(2, 1, 2, 4, 3)]
+    with pytest.raises(ValueError, match=r"state must have shape \(2, 2, 4, 3\)"):
+        frac_step(*inputs, torch.zeros(2, 2, 4, 4))
