@@ -9,7 +9,7 @@ from flash_frac.ops.api import (
     frac_step,
     resolve_backend,
 )
-from flash_frac.ops.controls import (
+from flash_frac.ops.control import (
     Controls,
     ControlSettings,
     Dynamics,

@@ -137,8 +137,9 @@ def dynamics(
 
 def mode_log_decay(dyn: Dynamics, log_tau: Tensor, *, rho_eps: float) -> Tensor:
     """log rho (..., H, M) = -delta lam^(1/alpha) / tau, clamped as in `ControlSettings.rho_eps`."""
-    log_rate = dyn.delta.log() + dyn.lam.log() / dyn.alpha
-    log_rho = -torch.exp(log_rate[..., None] - log_tau)
+    # Three factors round less than one exponential of three logs; the bound keeps float32 finite.
+    speed = torch.exp((dyn.lam.log() / dyn.alpha).clamp_max(-_MOST_DECAY))
+    log_rho = -(dyn.delta * speed)[..., None] * torch.exp(-log_tau)
     if rho_eps == 0:
         # Costs no digit, and keeps rounding in the gradient from being multiplied by a huge rate.
         return log_rho.clamp_min(_MOST_DECAY)

@@ -1,0 +1,267 @@
+"""FracMixer, the layer of the paper's Figure 2: projections, conv, controls, scan, gate, norm.
+
+    x, gate = in_proj(input)              dyn = dyn_proj(x): logits of delta, alpha, lam
+    u       = silu(conv1d(x))             rw  = rw_proj(u): logits of read and write
+    y       = scan(u, controls(dyn, rw)) + D u
+    output  = out_proj(RMSNorm(y silu(gate)))
+
+Letters: B batch, T time, E width, H heads, D head channels, I = H D, M modes, K taps, N sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flash_frac.layers.conv import causal_conv
+from flash_frac.layers.norm import GatedRMSNorm
+from flash_frac.layers.state import MixerState
+from flash_frac.ops import (
+    Controls,
+    ControlSettings,
+    check_cu_seqlens,
+    controls,
+    frac_scan,
+    frac_step,
+)
+
+# Names of the tensors that carry time: float32 whatever the dtype of the rest.
+TIME_PARAMETERS = ("base_log_tau", "dt_bias", "read_residual_logit", "write_residual_scale", "D")
+
+
+class FracMixer(nn.Module):
+    """A selective state-space layer with power-law memory.
+
+    Args:
+        hidden_size: width E of input and output.
+        num_heads: H.
+        head_dim: channels D of a head; the inner width is I = H D.
+        num_modes: M, exponential modes of a head.
+        bank: timescales of the modes: "geometric" from tau_min to tau_max, the name of an optimised
+            bank (`flash_frac.theory.bank_names()`), or M increasing numbers.
+        tau_min, tau_max: ends of the geometric bank, and range of learned timescales at the start.
+        learned_timescales: let training move the timescales, which start log-uniform at random.
+        settings: ranges and switches of the controls.
+        conv_kernel: K, taps of the convolution; conv_bias: whether it has a bias.
+        use_D: whether there is a direct term D u.
+        read_init: p_read at the start; write_init: sigmoid(p_write) at the start.
+        gate_bias: constant added to the gate.
+        norm_eps: of the gated norm.
+        initializer_range: standard deviation of the projections' weights at the start.
+        backend: of `frac_scan`.
+
+    Example:
+        >>> mixer = FracMixer(256, num_heads=4, head_dim=128)
+        >>> y, state = mixer(torch.randn(2, 100, 256))
+        >>> y, state = mixer(torch.randn(2, 1, 256), state=state)
+    """
+
+    base_log_tau: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_modes: int = 16,
+        bank: str | Sequence[float] = "geometric",
+        tau_min: float = 1.0,
+        tau_max: float = 131072.0,
+        learned_timescales: bool = False,
+        settings: ControlSettings | None = None,
+        conv_kernel: int = 4,
+        conv_bias: bool = True,
+        use_D: bool = True,
+        read_init: float = -2.0,
+        write_init: float = 0.25,
+        gate_bias: float = 0.0,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "num_modes": num_modes,
+            "conv_kernel": conv_kernel,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0 < write_init < 1:
+            raise ValueError(f"write_init must be in (0, 1), got {write_init}")
+        self.settings = settings or ControlSettings()
+        if learned_timescales and self.settings.prior == "exact":
+            raise ValueError(
+                "learned_timescales cannot be combined with the exact prior, whose bins need "
+                "timescales in order; use prior='asymptotic'"
+            )
+        # Here and not at the top, because numpy is needed to build a layer and not to use one.
+        from flash_frac.theory.banks import resolve_bank
+
+        self.log_tau_init = [
+            math.log(tau) for tau in resolve_bank(bank, num_modes, tau_min, tau_max).tolist()
+        ]
+        self.log_tau_range = (math.log(tau_min), math.log(tau_max))
+        self.learned_timescales = learned_timescales
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
+        self.num_modes, self.conv_kernel = num_modes, conv_kernel
+        self.read_init, self.write_init = read_init, write_init
+        self.initializer_range, self.backend = initializer_range, backend
+
+        inner = num_heads * head_dim
+        self.num_dynamics = 3 if self.settings.alpha_fixed is None else 2
+        self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
+        self.conv1d = nn.Conv1d(inner, inner, conv_kernel, groups=inner, bias=conv_bias)
+        self.dyn_proj = nn.Linear(inner, self.num_dynamics * num_heads)
+        self.rw_proj = nn.Linear(inner, 2 * num_heads * num_modes, bias=False)
+        self.out_norm = GatedRMSNorm(inner, norm_eps, gate_bias)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        values = self.initial_time_values()
+        for name in ("dt_bias", "read_residual_logit", "write_residual_scale"):
+            self.register_parameter(name, nn.Parameter(values[name]))
+        self.register_parameter("D", nn.Parameter(values["D"]) if use_D else None)
+        if learned_timescales:
+            self.base_log_tau = nn.Parameter(values["base_log_tau"])
+        else:
+            self.register_buffer("base_log_tau", values["base_log_tau"])
+        self.reset_parameters()
+
+    def initial_time_values(self) -> dict[str, Tensor]:
+        """Fresh values of the tensors that carry time, by name."""
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        if self.learned_timescales:
+            low, high = self.log_tau_range
+            log_tau = low + (high - low) * torch.rand(self.num_modes, dtype=dtype)
+        else:
+            log_tau = torch.tensor(self.log_tau_init, dtype=dtype)
+        write_logit = math.log(self.write_init / (1 - self.write_init))
+        return {
+            "base_log_tau": log_tau,
+            "dt_bias": torch.zeros(self.num_heads, dtype=dtype),
+            "read_residual_logit": torch.full((1,), self.read_init, dtype=dtype),
+            "write_residual_scale": torch.full((1,), write_logit, dtype=dtype),
+            "D": torch.zeros(self.num_heads, self.head_dim, dtype=dtype),
+        }
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        for module in (self.in_proj, self.conv1d, self.dyn_proj, self.rw_proj, self.out_proj):
+            nn.init.normal_(module.weight, std=self.initializer_range)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        nn.init.ones_(self.out_norm.weight)
+        for name, value in self.initial_time_values().items():
+            if (tensor := getattr(self, name)) is not None:
+                tensor.copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FracMixer:
+        """As in nn.Module, except that no cast takes the tensors that carry time below float32.
+
+        They are exactly the tensors this module owns itself; the rest belongs to its children.
+        """
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            narrowed = result.is_floating_point() and result.dtype.itemsize < 4
+            return tensor.to(result.device) if narrowed else result
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(keep_precision, recurse=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: MixerState | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, MixerState]:
+        """Mix a batch of sequences, or continue them.
+
+        Args:
+            x: (B, T, E).
+            state: of the N sequences before the first token; None to begin.
+            attention_mask: (B, T), 0 at padding, anywhere in a row: an identity step.
+            cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1).
+
+        Returns:
+            y (B, T, E), and the state of the N sequences after their last real token.
+        """
+        self._check(x, state, attention_mask, cu_seqlens)
+        inner_x, gate = self.in_proj(x).chunk(2, -1)
+        u, window = causal_conv(
+            inner_x,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            window=None if state is None else state.conv,
+            mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        inputs = (u.unflatten(-1, (self.num_heads, -1)), *self.controls(inner_x, u, attention_mask))
+        recurrent = None if state is None else state.recurrent
+        if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
+            y, recurrent = frac_step(*(t[:, 0] for t in inputs), recurrent, backend=self.backend)
+            y = y[:, None]
+        else:
+            y, recurrent = frac_scan(
+                *inputs, initial_state=recurrent, cu_seqlens=cu_seqlens, backend=self.backend
+            )
+        y = y if self.D is None else y + self.D * inputs[0]
+        return self.out_proj(self.out_norm(y.flatten(-2), gate)), MixerState(recurrent, window)
+
+    def controls(self, inner_x: Tensor, u: Tensor, mask: Tensor | None = None) -> Controls:
+        """Read, write and log_decay (B, T, H, M), from (B, T, I) before and after the conv."""
+        logits = self.dyn_proj(inner_x).unflatten(-1, (self.num_dynamics, -1)).unbind(-2)
+        read_logit, write_logit = (
+            self.rw_proj(u).unflatten(-1, (2, self.num_heads, self.num_modes)).unbind(-3)
+        )
+        return controls(
+            logits[0] + self.dt_bias,
+            None if self.num_dynamics == 2 else logits[1],
+            logits[-1],
+            read_logit,
+            write_logit,
+            self.base_log_tau,
+            settings=self.settings,
+            read_gate=self.read_residual_logit.sigmoid(),
+            write_gate=self.write_residual_scale.sigmoid(),
+            mask=mask,
+        )
+
+    def _check(
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x must have shape (B, T, {self.hidden_size}), got {tuple(x.shape)}")
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError(
+                "attention_mask and cu_seqlens exclude each other: packed rows need no mask"
+            )
+        if attention_mask is not None and attention_mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have shape {tuple(x.shape[:2])}, "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        num = x.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, x)
+        if state is None:
+            return
+        expected = (num, self.num_heads * self.head_dim, self.conv_kernel - 1)
+        if state.conv.shape != expected:
+            raise ValueError(
+                f"state.conv must have shape {expected}, got {tuple(state.conv.shape)}; "
+                "is the state of another model or batch?"
+            )
