@@ -1,0 +1,33 @@
+"""Frac in Hugging Face's classes, registered with the Auto classes when this module is imported."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from flash_frac.models.cache import FracCache, read_state, write_state
+from flash_frac.models.configuration import FracConfig
+from flash_frac.models.modeling import (
+    FracForCausalLM,
+    FracForSequenceClassification,
+    FracModel,
+    FracPreTrainedModel,
+)
+
+AutoConfig.register(FracConfig.model_type, FracConfig)
+AutoModel.register(FracConfig, FracModel)
+AutoModelForCausalLM.register(FracConfig, FracForCausalLM)
+AutoModelForSequenceClassification.register(FracConfig, FracForSequenceClassification)
+
+__all__ = [
+    "FracCache",
+    "FracConfig",
+    "FracForCausalLM",
+    "FracForSequenceClassification",
+    "FracModel",
+    "FracPreTrainedModel",
+    "read_state",
+    "write_state",
+]

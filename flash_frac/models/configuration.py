@@ -1,0 +1,176 @@
+"""FracConfig: the configuration of a Frac model, in the format of the published checkpoints.
+
+Letters: E hidden_size, I intermediate_size = H D, H num_attention_heads, D head_dim, M modes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from flash_frac.ops import ControlSettings
+from flash_frac.theory.banks import resolve_bank
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "frac_num_modes",
+    "frac_conv_kernel",
+)
+
+
+class FracConfig(PreTrainedConfig):
+    """Configuration of a Frac model.
+
+    Args:
+        vocab_size, hidden_size (E), num_hidden_layers, num_attention_heads (H): sizes.
+        intermediate_size: inner width I of the mixer; int(frac_expand * hidden_size) if None.
+        frac_head_dim: channels D of a head; I / H if None. H D must be I.
+        hidden_act: "silu", the only one there is.
+        max_position_embeddings: length seen in training; nothing in the model depends on it.
+        initializer_range: standard deviation of initial weights.
+        rms_norm_eps: of all norms.
+        tie_word_embeddings: whether the head shares the embedding.
+        frac_num_modes (M), frac_conv_kernel (K), frac_conv_bias: of the mixer.
+        frac_dt_min, frac_dt_max, frac_alpha_min, frac_alpha_max, frac_lambda_min, frac_lambda_max,
+        frac_lambda_map, frac_rho_eps: of `flash_frac.ops.ControlSettings`.
+        frac_tau_min, frac_tau_max: ends of the geometric bank.
+        frac_residual_read_init: p_read at the start; frac_write_scale_init: sigmoid(p_write).
+        frac_gate_bias_init: constant added to the gate.
+        frac_chunk_size: kept for the published checkpoints; results do not depend on it.
+        frac_bank: "geometric", the name of an optimised bank, or M increasing timescales.
+        frac_prior: "asymptotic" or "exact", see `ControlSettings.prior`.
+
+    The paper's ablations, each off by default:
+        frac_alpha_fixed: this alpha everywhere, and no alpha projection ("alpha = 1").
+        frac_read_prior, frac_write_prior: False drops the prior there ("w/o write prior").
+        frac_rw_normalization: "sigmoid" or "none" instead of "softmax" ("w/o softmax R/W").
+        frac_learned_timescales: free timescales, random at the start ("learned timescales").
+        frac_use_D: False drops the direct term ("w/o D").
+        frac_beta: "exact_zoh" for (1 - rho) / lambda instead of "one_minus_rho".
+    "Pure multiscale bank" is frac_alpha_fixed=1, both priors False and frac_learned_timescales.
+
+    Example:
+        >>> config = FracConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
+        >>> model = FracForCausalLM(config)
+    """
+
+    model_type = "frac"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 12
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = True
+    frac_expand: float = 2.0
+    frac_num_modes: int = 8
+    frac_conv_kernel: int = 4
+    frac_conv_bias: bool = True
+    frac_head_dim: int | None = None
+    frac_dt_min: float = ControlSettings.dt_min
+    frac_dt_max: float = ControlSettings.dt_max
+    frac_alpha_min: float = ControlSettings.alpha_min
+    frac_alpha_max: float = ControlSettings.alpha_max
+    frac_lambda_min: float = ControlSettings.lambda_min
+    frac_lambda_max: float = ControlSettings.lambda_max
+    frac_lambda_map: str = ControlSettings.lambda_map
+    frac_rho_eps: float = ControlSettings.rho_eps
+    frac_tau_min: float = 1.0
+    frac_tau_max: float = 65536.0
+    frac_residual_read_init: float = -2.0
+    frac_write_scale_init: float = 0.25
+    frac_gate_bias_init: float = 0.0
+    frac_chunk_size: int = 32
+    frac_bank: str | list[float] = "geometric"
+    frac_prior: str = ControlSettings.prior
+    frac_alpha_fixed: float | None = ControlSettings.alpha_fixed
+    frac_read_prior: bool = ControlSettings.read_prior
+    frac_write_prior: bool = ControlSettings.write_prior
+    frac_rw_normalization: str = ControlSettings.normalization
+    frac_learned_timescales: bool = False
+    frac_use_D: bool = True
+    frac_beta: str = ControlSettings.beta
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        unknown = sorted(key for key in kwargs if key.startswith("frac_"))
+        if unknown:
+            raise ValueError(f"unknown arguments {', '.join(unknown)}; see help(FracConfig)")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.intermediate_size is None:
+            self.intermediate_size = int(self.frac_expand * self.hidden_size)
+        if self.frac_head_dim is None:
+            self.frac_head_dim = self.intermediate_size // self.num_attention_heads
+        self._check()
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        inner, heads, head_dim = (
+            self.intermediate_size,
+            self.num_attention_heads,
+            self.frac_head_dim,
+        )
+        if inner != heads * head_dim:  # pyright: ignore[reportOptionalOperand]
+            raise ValueError(
+                f"intermediate_size ({inner}) must be num_attention_heads ({heads}) times "
+                f"frac_head_dim ({head_dim})"
+            )
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act must be 'silu', got {self.hidden_act!r}")
+        if not 0 < self.frac_tau_min < self.frac_tau_max:
+            raise ValueError(
+                "frac_tau_min and frac_tau_max must satisfy 0 < frac_tau_min < frac_tau_max, "
+                f"got {self.frac_tau_min} and {self.frac_tau_max}"
+            )
+        if not 0 < self.frac_write_scale_init < 1:
+            raise ValueError(
+                f"frac_write_scale_init must be in (0, 1), got {self.frac_write_scale_init}"
+            )
+        if self.frac_learned_timescales and self.frac_prior == "exact":
+            raise ValueError(
+                "frac_learned_timescales needs frac_prior='asymptotic', got frac_prior='exact'"
+            )
+        try:
+            self.control_settings()
+            resolve_bank(self.frac_bank, self.frac_num_modes, self.frac_tau_min, self.frac_tau_max)
+        except ValueError as error:
+            raise ValueError(f"invalid FracConfig, in a frac_* field: {error}") from error
+
+    def control_settings(self) -> ControlSettings:
+        """The ranges and switches of the controls."""
+        return ControlSettings(
+            dt_min=self.frac_dt_min,
+            dt_max=self.frac_dt_max,
+            alpha_min=self.frac_alpha_min,
+            alpha_max=self.frac_alpha_max,
+            alpha_fixed=self.frac_alpha_fixed,
+            lambda_min=self.frac_lambda_min,
+            lambda_max=self.frac_lambda_max,
+            lambda_map=self.frac_lambda_map,  # pyright: ignore[reportArgumentType]
+            rho_eps=self.frac_rho_eps,
+            prior=self.frac_prior,  # pyright: ignore[reportArgumentType]
+            read_prior=self.frac_read_prior,
+            write_prior=self.frac_write_prior,
+            normalization=self.frac_rw_normalization,  # pyright: ignore[reportArgumentType]
+            beta=self.frac_beta,  # pyright: ignore[reportArgumentType]
+        )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Every layer keeps a state of fixed size, which Hugging Face calls linear attention."""
+        return ["linear_attention"] * self.num_hidden_layers

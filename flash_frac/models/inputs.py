@@ -1,0 +1,68 @@
+"""Checks of what callers pass to a Frac model; errors name the argument and what is expected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from flash_frac.models.configuration import FracConfig
+
+
+def check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: FracConfig
+) -> None:
+    """ValueError unless exactly one of the two is there, is not empty, and fits the model.
+
+    Token ids are compared with the vocabulary on the CPU only: elsewhere it would stall the device.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(
+            "exactly one of input_ids and inputs_embeds must be given, "
+            f"got {'neither' if input_ids is None else 'both'}"
+        )
+    if inputs_embeds is not None:
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds must have shape (B, T, {config.hidden_size}), "
+                f"got {tuple(inputs_embeds.shape)}"
+            )
+    elif input_ids.ndim != 2:  # pyright: ignore[reportOptionalMemberAccess]
+        raise ValueError(f"input_ids must have shape (B, T), got {tuple(input_ids.shape)}")
+    inputs = inputs_embeds if input_ids is None else input_ids
+    if inputs.numel() == 0:
+        name = "inputs_embeds" if input_ids is None else "input_ids"
+        raise ValueError(f"{name} must hold at least one token, got shape {tuple(inputs.shape)}")
+    if input_ids is None or input_ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    low, high = (int(x) for x in input_ids.aminmax())
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(
+            f"input_ids must be in [0, {config.vocab_size}), the vocabulary, got {low} to {high}"
+        )
+
+
+def local_mask(
+    attention_mask: Tensor | None, hidden_states: Tensor, past_key_values: Cache | None
+) -> Tensor | None:
+    """The part (B, T) of the mask that belongs to these tokens; ValueError if it does not fit."""
+    if attention_mask is None:
+        return None
+    batch, num_tokens = hidden_states.shape[:2]
+    fits = attention_mask.ndim == 2 and attention_mask.shape[0] == batch
+    if past_key_values is None:
+        fits = fits and attention_mask.shape[1] == num_tokens
+    else:
+        fits = fits and attention_mask.shape[1] >= num_tokens
+    if not fits:
+        expected = f"({batch}, {num_tokens})"
+        if past_key_values is not None:
+            expected += f" or, with the tokens before, ({batch}, past + {num_tokens})"
+        raise ValueError(
+            f"attention_mask must have shape {expected}, got {tuple(attention_mask.shape)}"
+        )
+    mask = attention_mask[:, attention_mask.shape[1] - num_tokens :]
+    # Without padding the mask costs a reordering that changes nothing.
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool((mask != 0).all()):
+        return None
+    return mask

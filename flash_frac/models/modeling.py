@@ -1,0 +1,265 @@
+"""Frac as a Hugging Face model: FracModel, FracForCausalLM, FracForSequenceClassification.
+
+A block is x + mixer(RMSNorm(x)), without an MLP; after the last one comes a norm.
+Letters: B batch, T time, E width, V vocabulary, N sequences (B, or those packed in a row).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+
+from flash_frac.layers import TIME_PARAMETERS, FracMixer, RMSNorm
+from flash_frac.models.cache import FracCache, read_state, write_state
+from flash_frac.models.configuration import FracConfig
+from flash_frac.models.inputs import check_inputs, local_mask
+from flash_frac.ops import check_cu_seqlens
+
+logger = logging.get_logger(__name__)
+
+
+def mixer_from_config(config: FracConfig) -> FracMixer:
+    """The mixer of one layer of a model with this configuration."""
+    return FracMixer(
+        config.hidden_size,
+        num_heads=config.num_attention_heads,
+        head_dim=config.frac_head_dim,  # pyright: ignore[reportArgumentType]
+        num_modes=config.frac_num_modes,
+        bank=config.frac_bank,
+        tau_min=config.frac_tau_min,
+        tau_max=config.frac_tau_max,
+        learned_timescales=config.frac_learned_timescales,
+        settings=config.control_settings(),
+        conv_kernel=config.frac_conv_kernel,
+        conv_bias=config.frac_conv_bias,
+        use_D=config.frac_use_D,
+        read_init=config.frac_residual_read_init,
+        write_init=config.frac_write_scale_init,
+        gate_bias=config.frac_gate_bias_init,
+        norm_eps=config.rms_norm_eps,
+        initializer_range=config.initializer_range,
+    )
+
+
+class FracBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), keeping its state in the cache, if there is one."""
+
+    def __init__(self, config: FracConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = mixer_from_config(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
+        mixed, state = self.mixer(
+            self.norm(hidden_states),
+            state=state,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        if past_key_values is not None:
+            write_state(past_key_values, self.layer_idx, state)
+        return hidden_states + mixed
+
+
+class FracPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation, common to all Frac models."""
+
+    config_class = FracConfig
+    config: FracConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("FracBlock",)
+    _keep_in_fp32_modules_strict = tuple(f"mixer.{name}" for name in TIME_PARAMETERS)
+    _is_stateful = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, FracMixer):
+            for name, value in module.initial_time_values().items():
+                if getattr(module, name) is not None:
+                    init.copy_(getattr(module, name), value)
+
+
+class FracModel(FracPreTrainedModel):
+    """Token embeddings, Frac blocks and a final norm."""
+
+    def __init__(self, config: FracConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.layers = nn.ModuleList(FracBlock(config, n) for n in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Hidden states of a batch, or of the next tokens of one.
+
+        Args:
+            input_ids: (B, T), or inputs_embeds (B, T, E).
+            attention_mask: (B, T), 0 at padding, on either side or inside; with a cache it may also
+                cover the tokens before, (B, past + T).
+            past_key_values: the states to continue from; any number of tokens is taken at once.
+            use_cache: return the states; by default, config.use_cache outside training.
+            output_hidden_states: return the input of every block and the normed output.
+            cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
+                holds N states, and decoding goes on with a batch of N.
+            kwargs: what generic code passes to every model, such as position_ids; not used.
+        """
+        check_inputs(input_ids, inputs_embeds, self.config)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and self.gradient_checkpointing and self.training:
+            logger.warning_once("use_cache=True is switched off by gradient checkpointing.")
+            use_cache = False
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, hidden_states)
+        mask = local_mask(attention_mask, hidden_states, past_key_values)
+        if use_cache and past_key_values is None:
+            past_key_values = FracCache(self.config)
+
+        all_hidden_states = [hidden_states]
+        for block in self.layers:
+            hidden_states = block(
+                hidden_states,
+                past_key_values=past_key_values,
+                attention_mask=mask,
+                cu_seqlens=cu_seqlens,
+            )
+            all_hidden_states.append(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        all_hidden_states[-1] = hidden_states
+        if isinstance(past_key_values, FracCache):
+            past_key_values.num_tokens += hidden_states.shape[1]
+
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+        )
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+
+class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
+    """A Frac language model: FracModel and a head over the vocabulary."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FracConfig) -> None:
+        super().__init__(config)
+        self.model = FracModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: FracConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor | None:
+        """`generate` asks for masks ready to use; a Frac model takes the two-dimensional one."""
+        return attention_mask
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """A cache that counts its tokens, unless the caller brings one or wants none."""
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and not isinstance(cache, FracCache):
+            raise ValueError(
+                f"past_key_values must be a FracCache, got {type(cache).__name__}; use the "
+                " past_key_values that the model returned, or FracCache(model.config)"
+            )
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = FracCache(self.config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits of the next token at every position, and the loss if there are labels.
+
+        Args:
+            labels: (B, T) token ids, -100 where nothing is to be predicted; shifted here.
+            logits_to_keep: compute logits for the last positions only (0 for all), or at these.
+            kwargs: passed to the loss, such as num_items_in_batch.
+            The rest as in `FracModel`.
+
+        Returns:
+            logits (B, T, V) float32, loss, past_key_values, hidden_states.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            cu_seqlens=cu_seqlens,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept]).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+
+class FracForSequenceClassification(GenericForSequenceClassification, FracPreTrainedModel):
+    """A Frac model that classifies a sequence from its last token that is not padding."""

@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from flash_frac.models import FracConfig, FracForCausalLM
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "frac_num_modes": 8,
+    "initializer_range": 0.3,
+}
+
+
+def make_model(dtype=torch.float64, model_class=FracForCausalLM, **changes):
+    torch.manual_seed(3)
+    model = model_class(FracConfig(**{**SIZES, **changes})).to(dtype).eval()
+    with torch.no_grad():
+        for block in model.get_submodule("model").layers:
+            block.mixer.dt_bias.normal_()
+            if block.mixer.D is not None:
+                block.mixer.D.normal_()
+    return model
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 61, (3, 40), generator=torch.Generator().manual_seed(5))
