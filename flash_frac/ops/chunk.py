@@ -96,8 +96,11 @@ def _scan_chunks(state_BNHMD: Tensor, log_decay_BNHM: Tensor, starts_N: Tensor |
         starts_N = None if starts_N is None else F.pad(starts_N, (0, pad))
     # (B, N/G, H, M, G, D) and (B, N/G, H, M, G)
     state = state_BNHMD.unflatten(1, (-1, GROUP)).permute(0, 1, 3, 4, 2, 5)
-    total = log_decay_BNHM.unflatten(1, (-1, GROUP)).permute(0, 1, 3, 4, 2).cumsum(-1)
-    weights = (total[..., :, None] - total[..., None, :]).clamp_max_(0).exp_().tril_()
+    log_decay = log_decay_BNHM.unflatten(1, (-1, GROUP)).permute(0, 1, 3, 4, 2)
+    total = log_decay.cumsum(-1)
+    # Summed from j + 1 to i one by one: differences of totals would lose the digits of slow modes.
+    between = log_decay[..., None].expand(*log_decay.shape, GROUP).tril(-1).cumsum(-2)
+    weights = between.exp_().tril_()
     carry_in = total.exp()
     group_starts = None
     if starts_N is not None:
@@ -256,7 +259,8 @@ def chunk_scan(
     slot = None
     if cu_seqlens is None:
         num_chunks = -(-num_tokens // CHUNK)
-        inputs = [F.pad(x, (0, 0, 0, 0, 0, num_chunks * CHUNK - num_tokens)) for x in inputs]
+        if pad := num_chunks * CHUNK - num_tokens:
+            inputs = [F.pad(x, (0, 0, 0, 0, 0, pad)) for x in inputs]
         ends = torch.tensor([0, num_chunks - 1], device=u.device)
         layout, initial = Layout(ends[:1], ends[1:], None), initial_state[:, None]
     else:

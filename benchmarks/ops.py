@@ -1,0 +1,172 @@
+"""Time forward and backward of the scan beside the plain formulation, and append the rows.
+
+    python benchmarks/ops.py [--time 4096] [--repeats 15]
+
+The yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma built in one piece,
+gradients by autograd. Both are checked against float64 first, then timed in turns; peak memory is
+measured in a process of its own. Rows go to benchmarks/results/cpu.csv.
+Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops import frac_scan
+from flash_frac.ops.testing import ScanInputs, random_inputs, relative_error
+
+RESULTS = Path(__file__).parent / "results" / "cpu.csv"
+
+
+def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
+    """The yardstick: design of the paper's appendix, one chunk after another."""
+    batch, num_tokens, heads, channels = inputs.u.shape
+    state = inputs.u.new_zeros(batch, heads, inputs.read.shape[-1], channels)
+    future = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)[..., None]
+    outputs = []
+    for start in range(0, num_tokens, chunk):
+        u, read, write, log_decay = (x[:, start : start + chunk].transpose(1, 2) for x in inputs)
+        size = u.shape[2]
+        total = log_decay.cumsum(2)
+        between = total[:, :, :, None] - total[:, :, None]
+        decay = between.masked_fill(future[:size, :size], -torch.inf).exp()
+        gamma = torch.einsum("bhtm,bhkm,bhtkm->bhtk", read, write, decay)
+        outputs.append((gamma @ u + (read * total.exp()) @ state).transpose(1, 2))
+        last = total[:, :, -1:]
+        state = last.transpose(2, 3).exp() * state
+        state = state + (write * (last - total).exp()).transpose(2, 3) @ u
+    return torch.cat(outputs, 1), state
+
+
+IMPLEMENTATIONS = {
+    "plain chunk-32 loop": plain_chunk_scan,
+    "flash_frac torch": lambda inputs: frac_scan(*inputs, backend="torch"),
+}
+
+
+def forward_backward(name: str, inputs: ScanInputs) -> list[Tensor]:
+    """Outputs and the gradients of all inputs, for y and state summed against fixed weights."""
+    leaves = ScanInputs(*(x.detach().requires_grad_() for x in inputs))
+    y, state = IMPLEMENTATIONS[name](leaves)
+    torch.autograd.backward([y, state], [torch.cos(y.detach()), torch.cos(state.detach())])
+    return [y.detach(), state.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def check(name: str) -> float:
+    """Worst relative error against float64; raises where a number should not be printed."""
+    inputs = random_inputs(1, 200, 2, 16, 8, rho_eps=1e-6)
+    exact = forward_backward("flash_frac torch", inputs.to(torch.float64))
+    pairs = zip(forward_backward(name, inputs), exact, strict=True)
+    error = max(relative_error(value, reference) for value, reference in pairs)
+    if not error < 1e-4:
+        raise SystemExit(f"{name} is wrong by {error:.1e}: no timing")
+    return error
+
+
+def peak_mib(name: str, sizes: list[int]) -> float:
+    """Memory that one forward and backward adds to a fresh process, in MiB."""
+    command = [sys.executable, __file__, "--peak-of", name, *map(str, sizes)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def print_peak(name: str, sizes: list[int]) -> None:
+    forward_backward(name, random_inputs(1, 64, *sizes[2:]))
+    inputs = random_inputs(*sizes)
+    # Linux: start the high-water mark of resident memory anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_mib("VmRSS")
+    forward_backward(name, inputs)
+    print(json.dumps(memory_mib("VmHWM") - before))
+
+
+def memory_mib(field: str) -> float:
+    """Resident memory now (VmRSS) or at its highest (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def measure(sizes: list[int], repeats: int) -> list[dict]:
+    """One row an implementation; the implementations take turns, so that noise falls on all."""
+    errors = {name: check(name) for name in IMPLEMENTATIONS}
+    inputs = random_inputs(*sizes)
+    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+    for _ in range(repeats + 2):
+        for name in IMPLEMENTATIONS:
+            start = time.perf_counter()
+            forward_backward(name, inputs)
+            times[name].append(1e3 * (time.perf_counter() - start))
+    rows = []
+    for name in IMPLEMENTATIONS:
+        low, *_, high = statistics.quantiles(times[name][2:], n=5)
+        rows.append(
+            {
+                "implementation": name,
+                "pass": "forward+backward",
+                **dict(zip("BTHMD", sizes, strict=True)),
+                "dtype": "float32",
+                "ms_p20": round(low, 1),
+                "ms_p50": round(statistics.median(times[name][2:]), 1),
+                "ms_p80": round(high, 1),
+                "peak_mib": round(peak_mib(name, sizes)),
+                "error": f"{errors[name]:.1e}",
+            }
+        )
+    return rows
+
+
+def describe_machine() -> dict:
+    """Where and with what: the columns that make a row repeatable."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return {
+        "command": "python benchmarks/ops.py " + " ".join(sys.argv[1:]),
+        "commit": subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def append(rows: list[dict], path: Path) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--time", type=int, default=4096, help="tokens")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peak-of", nargs=6, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak_of:
+        name, *sizes = arguments.peak_of
+        print_peak(name, [int(size) for size in sizes])
+        return
+    rows = measure([1, arguments.time, 8, 16, 64], arguments.repeats)
+    for row in rows:
+        speedup = rows[0]["ms_p50"] / row["ms_p50"]
+        print(
+            f"{row['implementation']:22} {row['ms_p50']:8.1f} ms  {speedup:5.1f}x  "
+            f"{row['peak_mib']:5d} MiB  error {row['error']}"
+        )
+    machine = describe_machine()
+    append([row | machine for row in rows], RESULTS)
+
+
+if __name__ == "__main__":
+    main()
