@@ -60,6 +60,10 @@ class FracMixer(nn.Module):
     """
 
     base_log_tau: Tensor
+    dt_bias: nn.Parameter
+    read_residual_logit: nn.Parameter
+    write_residual_scale: nn.Parameter
+    D: nn.Parameter | None
 
     def __init__(
         self,
@@ -207,16 +211,24 @@ class FracMixer(nn.Module):
             mask=attention_mask,
             cu_seqlens=cu_seqlens,
         )
-        inputs = (u.unflatten(-1, (self.num_heads, -1)), *self.controls(inner_x, u, attention_mask))
+        read, write, log_decay = self.controls(inner_x, u, attention_mask)
+        u = u.unflatten(-1, (self.num_heads, -1))
         recurrent = None if state is None else state.recurrent
         if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
-            y, recurrent = frac_step(*(t[:, 0] for t in inputs), recurrent, backend=self.backend)
+            token = (u[:, 0], read[:, 0], write[:, 0], log_decay[:, 0])
+            y, recurrent = frac_step(*token, recurrent, backend=self.backend)
             y = y[:, None]
         else:
             y, recurrent = frac_scan(
-                *inputs, initial_state=recurrent, cu_seqlens=cu_seqlens, backend=self.backend
+                u,
+                read,
+                write,
+                log_decay,
+                initial_state=recurrent,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
             )
-        y = y if self.D is None else y + self.D * inputs[0]
+        y = y if self.D is None else y + self.D * u
         return self.out_proj(self.out_norm(y.flatten(-2), gate)), MixerState(recurrent, window)
 
     def controls(self, inner_x: Tensor, u: Tensor, mask: Tensor | None = None) -> Controls:

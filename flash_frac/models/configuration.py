@@ -125,7 +125,7 @@ class FracConfig(PreTrainedConfig):
             self.num_attention_heads,
             self.frac_head_dim,
         )
-        if inner != heads * head_dim:  # pyright: ignore[reportOptionalOperand]
+        if head_dim is None or inner != heads * head_dim:
             raise ValueError(
                 f"intermediate_size ({inner}) must be num_attention_heads ({heads}) times "
                 f"frac_head_dim ({head_dim})"

@@ -22,16 +22,15 @@ def check_inputs(
             f"got {'neither' if input_ids is None else 'both'}"
         )
     if inputs_embeds is not None:
-        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != config.hidden_size:
-            raise ValueError(
-                f"inputs_embeds must have shape (B, T, {config.hidden_size}), "
-                f"got {tuple(inputs_embeds.shape)}"
-            )
-    elif input_ids.ndim != 2:  # pyright: ignore[reportOptionalMemberAccess]
-        raise ValueError(f"input_ids must have shape (B, T), got {tuple(input_ids.shape)}")
-    inputs = inputs_embeds if input_ids is None else input_ids
+        name, inputs = "inputs_embeds", inputs_embeds
+        expected = f"(B, T, {config.hidden_size})"
+        fits = inputs.ndim == 3 and inputs.shape[-1] == config.hidden_size
+    else:
+        assert input_ids is not None
+        name, inputs, expected, fits = "input_ids", input_ids, "(B, T)", input_ids.ndim == 2
+    if not fits:
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(inputs.shape)}")
     if inputs.numel() == 0:
-        name = "inputs_embeds" if input_ids is None else "input_ids"
         raise ValueError(f"{name} must hold at least one token, got shape {tuple(inputs.shape)}")
     if input_ids is None or input_ids.device.type != "cpu" or torch.compiler.is_compiling():
         return

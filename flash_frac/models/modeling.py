@@ -87,8 +87,8 @@ class FracPreTrainedModel(PreTrainedModel):
     config: FracConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("FracBlock",)
-    _keep_in_fp32_modules_strict = tuple(f"mixer.{name}" for name in TIME_PARAMETERS)
+    _no_split_modules = {"FracBlock"}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = {f"mixer.{name}" for name in TIME_PARAMETERS}  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
 
@@ -154,7 +154,7 @@ class FracModel(FracPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = FracCache(self.config)
 
-        all_hidden_states = [hidden_states]
+        all_hidden_states: list[Any] = [hidden_states]
         for block in self.layers:
             hidden_states = block(
                 hidden_states,
@@ -196,7 +196,7 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         """`generate` asks for masks ready to use; a Frac model takes the two-dimensional one."""
         return attention_mask
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """A cache that counts its tokens, unless the caller brings one or wants none."""

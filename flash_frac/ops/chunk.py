@@ -194,18 +194,23 @@ class ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        inputs, initial, layout = args[:4], args[4], Layout(*args[5:])
-        with torch.autocast(initial.device.type, enabled=False):
-            y, final, gamma, before = _forward(*inputs, initial, layout)
-        ctx.save_for_backward(*inputs, gamma, before, *layout)
+        u, read, write, log_decay, initial, *layout = args
+        with torch.autocast(u.device.type, enabled=False):
+            y, final, gamma, before = _forward(u, read, write, log_decay, initial, Layout(*layout))
+        ctx.save_for_backward(u, read, write, log_decay, gamma, before, *layout)
         return y, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, first, last, starts = ctx.saved_tensors
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        u, read, write, log_decay, gamma, before, *layout = ctx.saved_tensors
+        dy, dfinal = grad_outputs
         with torch.autocast(dy.device.type, enabled=False):
-            gradients = _backward(dy, dfinal, *tensors, Layout(first, last, starts))
+            gradients = _backward(
+                dy, dfinal, u, read, write, log_decay, gamma, before, Layout(*layout)
+            )
         return *gradients, None, None, None
 
 

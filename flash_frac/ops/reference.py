@@ -37,15 +37,15 @@ def recurrent_scan(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Backend "recurrent" of `frac_scan`: the same arguments, the state given and in its dtype."""
-    inputs = (u, read, write, log_decay)
     if cu_seqlens is not None:
-        parts = [
-            recurrent_scan(*(x[:, start:end] for x in inputs), initial_state[n : n + 1], None)
-            for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
+        parts = []
+        for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            u_n, read_n, write_n, decay_n = (x[:, start:end] for x in (u, read, write, log_decay))
+            state = initial_state[n : n + 1]
+            parts.append(recurrent_scan(u_n, read_n, write_n, decay_n, state, None))
         return torch.cat([y for y, _ in parts], 1), torch.cat([state for _, state in parts])
     state, outputs = initial_state, []
     for t in range(u.shape[1]):
-        y, state = step(*(x[:, t] for x in inputs), state)
+        y, state = step(u[:, t], read[:, t], write[:, t], log_decay[:, t], state)
         outputs.append(y)
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(u), state

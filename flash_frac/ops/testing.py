@@ -22,7 +22,8 @@ class ScanInputs(NamedTuple):
     def to(self, dtype: torch.dtype) -> ScanInputs:
         """All in `dtype`, but log_decay never below float32."""
         wide = torch.promote_types(dtype, torch.float32)
-        return ScanInputs(*(x.to(dtype) for x in self[:3]), self.log_decay.to(wide))
+        u, read, write = (x.to(dtype) for x in self[:3])
+        return ScanInputs(u, read, write, self.log_decay.to(wide))
 
 
 def random_inputs(
