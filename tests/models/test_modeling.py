@@ -223,10 +223,23 @@ def test_resize_embeddings(model, ids):
 
 
 @torch.no_grad()
-def test_compiles_without_graph_breaks(ids):
+def test_forward_compiles_without_graph_breaks(ids):
+    """With its cache, which then decodes."""
     model = make_model(torch.float32, num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True)
-    close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    out = torch.compile(model, fullgraph=True)(ids)
+    close(out.logits, model(ids).logits)
+    following = model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+    close(following.logits, model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:])
+
+
+def test_training_step_compiles_without_graph_breaks(ids):
+    model = make_model(torch.float32, num_hidden_layers=1).train()
+    torch.compile(lambda ids: model(ids, labels=ids).loss, fullgraph=True)(ids).backward()
+    compiled = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        close(compiled[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
