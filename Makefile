@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint types bench clean
+.PHONY: test test-gpu lint types bench clean
 
 # The environment is made once, and again when what it is made of changes.
 $(VENV)/ready: pyproject.toml constraints-cpu.txt requirements-cpu.txt
@@ -12,6 +12,10 @@ $(VENV)/ready: pyproject.toml constraints-cpu.txt requirements-cpu.txt
 
 test: lint types                ## lint, types and all tests, as in CI
 	$(BIN)/python -m pytest -n 2
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
+
+test-gpu: $(VENV)/ready         ## the kernels on this machine's GPU
+	$(BIN)/python -m pytest tests/kernels
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -2,8 +2,10 @@
 
     python benchmarks/ops.py [--time 4096] [--repeats 15]
 
-The yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma built in one piece,
-gradients by autograd. Both are checked against float64 first, then timed in turns; peak memory is
+On a machine with a GPU: the Triton and the torch backend in bfloat16 at the shape of the 1.3B model,
+medians of CUDA events with the cache flushed in between, rows to benchmarks/results/<gpu>.csv.
+On a CPU the yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma in one
+piece, gradients by autograd. Both are checked against float64 first, then timed in turns; peak memory is
 measured in a process of its own. Rows go to benchmarks/results/cpu.csv.
 Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
 """
@@ -26,7 +28,7 @@ from torch import Tensor
 from flash_frac.ops import frac_scan
 from flash_frac.ops.testing import ScanInputs, random_inputs, relative_error
 
-RESULTS = Path(__file__).parent / "results" / "cpu.csv"
+RESULTS = Path(__file__).parent / "results"
 
 
 def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
@@ -125,13 +127,82 @@ def measure(sizes: list[int], repeats: int) -> list[dict]:
     return rows
 
 
+def check_gpu(sizes: list[int]) -> float:
+    """Worst relative error of the kernels, in bfloat16 against float64; raises past twice torch's."""
+    inputs = random_inputs(*sizes, dtype=torch.bfloat16, device="cuda", rho_eps=1e-6)
+    runs = {
+        name: backward_of(inputs.to(dtype), backend)
+        for name, dtype, backend in (
+            ("exact", torch.float64, "torch"),
+            ("torch", torch.bfloat16, "torch"),
+            ("triton", torch.bfloat16, "triton"),
+        )
+    }
+    worst = 0.0
+    for a, b, c in zip(runs["triton"], runs["torch"], runs["exact"], strict=True):
+        error = relative_error(a, c)
+        if error > 2 * (relative_error(b, c) + 2**-9):
+            raise SystemExit(f"the kernels are wrong by {error:.1e}: no timing")
+        worst = max(worst, error)
+    return worst
+
+
+def backward_of(inputs: ScanInputs, backend: str) -> list[Tensor]:
+    """y and the gradients of the sum of y, for one backend."""
+    leaves = ScanInputs(*(x.detach().requires_grad_() for x in inputs))
+    y, _ = frac_scan(*leaves, backend=backend)
+    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+def measure_gpu(sizes: list[int]) -> list[dict]:
+    """Rows of both backends, forward and forward+backward; read and write in float32, as in a layer."""
+    from triton.testing import do_bench
+
+    error = check_gpu([1, 4096, 2, *sizes[3:]])
+    inputs = random_inputs(*sizes, device="cuda", rho_eps=1e-6)
+    inputs = inputs._replace(u=inputs.u.bfloat16())
+    rows = []
+    for backend in ("triton", "torch"):
+
+        def forward(backend: str = backend) -> None:
+            with torch.no_grad():
+                frac_scan(*inputs, backend=backend)
+
+        def both(backend: str = backend) -> None:
+            backward_of(inputs, backend)
+
+        for name, function in (("forward", forward), ("forward+backward", both)):
+            low, median, high = do_bench(function, warmup=20, rep=200, quantiles=[0.2, 0.5, 0.8])
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            function()
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+            rows.append(
+                {
+                    "implementation": f"flash_frac {backend}",
+                    "pass": name,
+                    **dict(zip("BTHMD", sizes, strict=True)),
+                    "dtype": "bfloat16",
+                    "ms_p20": round(low, 3),
+                    "ms_p50": round(median, 3),
+                    "ms_p80": round(high, 3),
+                    "peak_mib": round(peak),
+                    "error": f"{error:.1e}" if backend == "triton" else "",
+                }
+            )
+    return rows
+
+
 def describe_machine() -> dict:
     """Where and with what: the columns that make a row repeatable."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "command": "python benchmarks/ops.py " + " ".join(sys.argv[1:]),
-        "commit": subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip(),
-        "machine": platform.machine(),
+        "commit": commit or "unknown",
+        "machine": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.machine(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -157,15 +228,19 @@ def main() -> None:
         name, *sizes = arguments.peak_of
         print_peak(name, [int(size) for size in sizes])
         return
-    rows = measure([1, arguments.time, 8, 16, 64], arguments.repeats)
+    if torch.cuda.is_available():
+        rows = [*measure_gpu([1, 16384, 16, 16, 256]), *measure_gpu([8, 4096, 16, 16, 256])]
+        path = RESULTS / f"{torch.cuda.get_device_name().split()[-1].lower()}.csv"
+    else:
+        rows = measure([1, arguments.time, 8, 16, 64], arguments.repeats)
+        path = RESULTS / "cpu.csv"
     for row in rows:
-        speedup = rows[0]["ms_p50"] / row["ms_p50"]
         print(
-            f"{row['implementation']:22} {row['ms_p50']:8.1f} ms  {speedup:5.1f}x  "
-            f"{row['peak_mib']:5d} MiB  error {row['error']}"
+            f"{row['implementation']:22} {row['pass']:17} B {row['B']} T {row['T']:6d} "
+            f"{row['ms_p50']:9.3f} ms {row['peak_mib']:6d} MiB  error {row['error']}"
         )
     machine = describe_machine()
-    append([row | machine for row in rows], RESULTS)
+    append([row | machine for row in rows], path)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ def imported_parts(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_are_short(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= (500 if "triton" in path.parts else 400)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
+            kernel = any(ast.unparse(d) == "triton.jit" for d in node.decorator_list)
             body = node.body[1:] if ast.get_docstring(node) else node.body
             length = node.end_lineno - body[0].lineno + 1 if body else 0
-            assert length <= 60, f"{node.name} has {length} lines"
+            assert length <= (90 if kernel else 60), f"{node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

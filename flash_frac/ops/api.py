@@ -10,6 +10,7 @@ Letters: B batch, T time, H heads, D head channels, M modes, N sequences (B, or 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,7 +40,29 @@ def _runs_anywhere(u: Tensor) -> None:
     return None
 
 
+def _triton_refusal(u: Tensor) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from flash_frac.ops.triton.launch import refusal
+
+    return refusal(u)
+
+
+def _triton_scan(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.custom_ops.scan import triton_scan
+
+    return triton_scan(*arguments)  # pyright: ignore[reportArgumentType]
+
+
+def _triton_step(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.custom_ops.scan import triton_step
+
+    return triton_step(*arguments)
+
+
 BACKENDS: dict[str, Backend] = {
+    # Imported when first used: triton is not needed on a CPU, and takes a second to load.
+    "triton": Backend(_triton_scan, _triton_step, _triton_refusal),
     "recurrent": Backend(recurrent_scan, step, _runs_anywhere),
     "torch": Backend(chunk_scan, step, _runs_anywhere),
 }

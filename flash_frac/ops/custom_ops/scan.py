@@ -1,0 +1,115 @@
+"""The Triton backend of `frac_scan` and `frac_step` as operators of torch.library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops import reference
+from flash_frac.ops.triton import scan as kernels
+from flash_frac.ops.triton import step as step_kernels
+
+
+@torch.library.custom_op("flash_frac::scan", mutates_args=())
+def scan_op(
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the final state, and the states before the segments of the walk."""
+    with torch.cuda.device_of(u):
+        return kernels.scan_forward(u, read, write, log_decay, initial, cu_seqlens)
+
+
+@scan_op.register_fake
+def _(u, read, write, log_decay, initial, cu_seqlens):
+    incoming = kernels.segment_shape(u, read, cu_seqlens)
+    return (
+        torch.empty_like(u),
+        torch.empty_like(initial),
+        u.new_empty(incoming, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("flash_frac::scan_backward", mutates_args=())
+def scan_backward_op(
+    dy: Tensor,
+    dfinal: Tensor,
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial: Tensor,
+    incoming: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of u, read, write, log_decay and the initial state."""
+    with torch.cuda.device_of(u):
+        return kernels.scan_backward(
+            dy, dfinal, u, read, write, log_decay, initial, incoming, cu_seqlens
+        )
+
+
+@scan_backward_op.register_fake
+def _(dy, dfinal, u, read, write, log_decay, initial, incoming, cu_seqlens):
+    return tuple(torch.empty_like(x) for x in (u, read, write, log_decay, initial))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    u, read, write, log_decay, initial, cu_seqlens = inputs
+    ctx.save_for_backward(u, read, write, log_decay, initial, output[2], cu_seqlens)
+    ctx.set_materialize_grads(True)
+
+
+def _gradients(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple:
+    gradients = scan_backward_op(dy.contiguous(), dfinal.contiguous(), *ctx.saved_tensors)
+    return *gradients, None
+
+
+scan_op.register_autograd(_gradients, setup_context=_save)
+
+
+def triton_scan(
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Backend "triton" of `frac_scan`: its arguments, the state given."""
+    if u.shape[1] == 0:
+        return torch.zeros_like(u), initial_state
+    inputs = [x.contiguous() for x in (u, read, write, log_decay.float(), initial_state)]
+    y, final, _ = scan_op(*inputs, cu_seqlens)
+    return y, final
+
+
+@torch.library.custom_op("flash_frac::step", mutates_args=())
+def step_op(
+    u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y and the new state of one token."""
+    with torch.cuda.device_of(u):
+        return step_kernels.step(u, read, write, log_decay, state)
+
+
+@step_op.register_fake
+def _(u, read, write, log_decay, state):
+    return torch.empty_like(u), torch.empty_like(state)
+
+
+def triton_step(
+    u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Backend "triton" of `frac_step`."""
+    inputs = [x.contiguous() for x in (u, read, write, log_decay.float(), state)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        # Training goes token by token only in tests; the torch form has the gradient.
+        return reference.step(u, read, write, log_decay, state)
+    return step_op(*inputs)

@@ -1,0 +1,174 @@
+"""The head and its loss without the logits of all tokens in memory.
+
+For chunks of tokens, logits = hidden weight^T are formed, turned into the loss and its gradient,
+
+    loss = logsumexp(logits) - logits[label],      dlogits = softmax(logits) - onehot(label),
+
+and dlogits at once into the gradients of hidden and weight, which the backward only scales. Beside
+the gradients it holds one chunk of logits twice, in the dtype of the matrix products and in
+float32: 6 chunk_tokens V bytes in bfloat16, 786 MB for 4096 tokens and V = 32000. The gradient of
+the weight is summed over chunks in float32, 4 V E bytes, and as many for the part of a chunk.
+Letters: N tokens, E width, V vocabulary.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: Tensor | None = None,
+    chunk_tokens: int = 4096,
+) -> Tensor:
+    """F.cross_entropy(hidden @ weight.T, labels), with the loss and its sums in float32.
+
+    Args:
+        hidden: (..., E); in an autocast region products are computed in its dtype, else in this.
+        weight: (V, E), of the same dtype as hidden, except in an autocast region.
+        labels: (...) token ids, ignore_index where nothing is to be predicted; not shifted here.
+        reduction: "mean" over the labels that count (NaN if none does), or "sum".
+        num_items: divides the sum in place of the number of labels that count, as when a batch is
+            spread over several calls or devices.
+        chunk_tokens: how many tokens have logits at a time.
+
+    Returns:
+        The loss, float32 (float64 for float64 inputs).
+
+    Example:
+        >>> loss = linear_cross_entropy(hidden, lm_head.weight, labels)
+        >>> loss.backward()
+    """
+    _check(hidden, weight, labels, reduction, num_items, chunk_tokens)
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    elif weight.dtype != dtype:
+        raise ValueError(f"weight must have the dtype of hidden, {dtype}, got {weight.dtype}")
+    graph = torch.is_grad_enabled()
+    total, _, _ = _summed_loss(
+        hidden.flatten(0, -2),
+        weight,
+        labels.flatten(),
+        ignore_index,
+        chunk_tokens,
+        dtype,
+        graph and hidden.requires_grad,
+        graph and weight.requires_grad,
+    )
+    if reduction == "sum":
+        return total
+    if num_items is not None:
+        return total / num_items
+    count = (labels != ignore_index).sum()
+    # As in F.cross_entropy, no label gives NaN, and gradients that are 0.
+    return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    reduction: str,
+    num_items: Tensor | None,
+    chunk_tokens: int,
+) -> None:
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}"
+        )
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight must have shape (V, {hidden.shape[-1]}), got {tuple(weight.shape)}"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if num_items is not None and reduction == "sum":
+        raise ValueError("num_items divides the sum, so it needs reduction='mean'")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+
+@torch.library.custom_op("flash_frac::summed_cross_entropy", mutates_args=())
+def _summed_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    chunk_tokens: int,
+    dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and its gradients by hidden (N, E) and weight (V, E), or empty."""
+    wide = torch.promote_types(dtype, torch.float32)
+    matrix = weight.to(dtype)
+    total = hidden.new_zeros((), dtype=wide)
+    dhidden = hidden.new_empty(hidden.shape if need_hidden else 0, dtype=dtype)
+    dweight = weight.new_zeros(weight.shape if need_weight else 0, dtype=wide)
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        tokens = slice(start, start + chunk_tokens)
+        x, label = hidden[tokens].to(dtype), labels[tokens, None]
+        ignored = label == ignore_index
+        label = label.masked_fill(ignored, 0)
+        logits = x @ matrix.T
+        log_p = torch.log_softmax(logits, -1, dtype=wide)
+        log_p_label = log_p.gather(1, label)
+        total -= log_p_label.masked_fill(ignored, 0).sum()
+        if not (need_hidden or need_weight):
+            continue
+        # dlogits takes the memory of the logits; at the label, p - 1 without cancellation.
+        dlogits = torch.exp(log_p, out=logits)
+        dlogits.scatter_(1, label, torch.expm1(log_p_label).to(dtype))
+        # Ignored tokens leave by the narrow side of the products.
+        if need_hidden:
+            torch.mm(dlogits, matrix, out=dhidden[tokens]).masked_fill_(ignored, 0)
+        if need_weight:
+            _add_product(dweight, dlogits, x.masked_fill(ignored, 0))
+    return total, dhidden, dweight
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right, in the dtype of total, which may be wider than that of the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.T, right)
+    elif left.is_cuda:
+        # Not addmm, which only newer versions of torch let sum into a wider dtype.
+        total += torch.mm(left.T, right, out_dtype=total.dtype)
+    else:
+        # Only CUDA multiplies into a wider dtype.
+        total.addmm_(left.T.to(total.dtype), right.to(total.dtype))
+
+
+@_summed_loss.register_fake
+def _(hidden, weight, labels, ignore_index, chunk_tokens, dtype, need_hidden, need_weight):
+    wide = torch.promote_types(dtype, torch.float32)
+    dhidden = hidden.new_empty(hidden.shape if need_hidden else 0, dtype=dtype)
+    dweight = weight.new_empty(weight.shape if need_weight else 0, dtype=wide)
+    return hidden.new_empty((), dtype=wide), dhidden, dweight
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    hidden, weight, *_, need_hidden, need_weight = inputs
+    ctx.dtypes = hidden.dtype if need_hidden else None, weight.dtype if need_weight else None
+    ctx.save_for_backward(*output[1:])
+
+
+def _gradients(ctx, dtotal, *unused):
+    def scaled(gradient, dtype):
+        if dtype is None or dtotal is None:
+            return None
+        # With an axis, the scale is not cast to the dtype of the gradient: one rounding, the last.
+        return torch.mul(gradient, dtotal[None], out=torch.empty_like(gradient, dtype=dtype))
+
+    return *map(scaled, ctx.saved_tensors, ctx.dtypes), *(None for _ in range(6))
+
+
+_summed_loss.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,48 @@
+"""Launch parameters per class of GPU, measured ahead: nothing is tuned at first use.
+
+programs: how many the walks are cut into, roughly, by their segments; mix, mix_backward:
+warps of the kernels in `mix.py`; channels, warps and stages of a program of each walk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Walk(NamedTuple):
+    """Launch parameters of a walk."""
+
+    channels: int
+    warps: int
+    stages: int
+
+
+class Tuning(NamedTuple):
+    """Launch parameters of all walks of the scan on one class of GPU and dtype."""
+
+    programs: int
+    mix: int
+    mix_backward: int
+    states: Walk
+    output: Walk
+    gradient: Walk
+
+
+# Hopper, measured on an H200; 16-bit inputs.
+HOPPER = Tuning(512, 2, 2, Walk(128, 4, 2), Walk(256, 4, 3), Walk(128, 4, 3))
+# Anything else with 16-bit inputs: small enough for the shared memory of any card since Ampere.
+DEFAULT = Tuning(512, 2, 2, Walk(64, 4, 2), Walk(64, 4, 2), Walk(64, 4, 1))
+# float32 multiplies in full precision, without tensor cores.
+FLOAT32 = Tuning(512, 2, 2, Walk(32, 4, 1), Walk(32, 4, 1), Walk(32, 4, 1))
+
+
+def tuning_for(x: Tensor) -> Tuning:
+    """The launch parameters for tensors like x."""
+    if x.dtype == torch.float32:
+        return FLOAT32
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0):
+        return HOPPER
+    return DEFAULT

@@ -1,0 +1,282 @@
+"""The fused controls against `controls` in float64: values, every gradient, every switch."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from flash_frac.ops import ControlSettings, controls
+from flash_frac.ops.custom_ops.control import _control, fused_controls
+from flash_frac.ops.triton.control import expm1, log
+from flash_frac.ops.triton.launch import INTERPRETED
+
+if INTERPRETED:
+    DEVICE, DTYPES = "cpu", [torch.float32]
+elif torch.cuda.is_available():
+    DEVICE, DTYPES = "cuda", [torch.float32, torch.bfloat16, torch.float16]
+else:
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+SWITCHES = {
+    "default": ControlSettings(),
+    "1.3B": ControlSettings(alpha_min=0.1, alpha_max=0.9),
+    "alpha_fixed": ControlSettings(alpha_fixed=0.7),
+    "lambda_softplus": ControlSettings(lambda_map="softplus"),
+    "no_clamp": ControlSettings(rho_eps=0, alpha_min=0.1),
+    "exact_prior": ControlSettings(prior="exact"),
+    "exact_prior_on_write": ControlSettings(prior="exact", read_prior=False, alpha_fixed=0.4),
+    "no_read_prior": ControlSettings(read_prior=False),
+    "no_write_prior": ControlSettings(write_prior=False),
+    "no_prior": ControlSettings(read_prior=False, write_prior=False, prior="exact"),
+    "sigmoid": ControlSettings(normalization="sigmoid"),
+    "no_normalization": ControlSettings(normalization="none"),
+    "exact_zoh": ControlSettings(beta="exact_zoh"),
+}
+NAMES = ("dyn_logits", "rw_logits", "dt_bias", "read_gate", "write_gate", "log_tau")
+
+
+def random_inputs(settings, *, batch=2, time=37, heads=3, modes=8, dtype=torch.float32):
+    """Arguments of `fused_controls`, wide enough for every clamp to act somewhere."""
+    num_dynamics = 3 if settings.alpha_fixed is None else 2
+    wide = torch.promote_types(dtype, torch.float32)
+    inputs = (
+        3 * torch.randn(batch, time, num_dynamics * heads, dtype=dtype),
+        2 * torch.randn(batch, time, 2 * heads * modes, dtype=dtype),
+        torch.randn(heads, dtype=wide),
+        torch.tensor([-1.0], dtype=wide),
+        torch.tensor([0.5], dtype=wide),
+        torch.linspace(0, 17 * math.log(2), modes, dtype=wide),
+    )
+    return [x.to(DEVICE).requires_grad_() for x in inputs]
+
+
+def torch_form(inputs, settings, mask=None):
+    dyn, rw, dt_bias, read_gate, write_gate, log_tau = inputs
+    heads, modes = dt_bias.shape[-1], log_tau.shape[-1]
+    logits = dyn.unflatten(-1, (-1, heads)).unbind(-2)
+    read_logit, write_logit = rw.unflatten(-1, (2, heads, modes)).unbind(-3)
+    return controls(
+        logits[0] + dt_bias,
+        None if len(logits) == 2 else logits[1],
+        logits[-1],
+        read_logit,
+        write_logit,
+        log_tau,
+        settings=settings,
+        read_gate=read_gate.sigmoid(),
+        write_gate=write_gate.sigmoid(),
+        mask=mask,
+    )
+
+
+def magnitudes(inputs, settings, mask, weights):
+    """Size of each gradient, or, where tokens are summed over, of the absolute values summed.
+
+    Rounding in a sum is measured against its terms, which may cancel.
+    """
+    mask = inputs[0].new_ones(inputs[0].shape[:2]) if mask is None else mask
+    inputs = [x.detach() for x in inputs]
+
+    def loss(dyn, rw, mask, weights, *shared):
+        got = torch_form((dyn, rw, *shared), settings, mask)
+        return sum((x * w).sum() for x, w in zip(got, weights, strict=True))
+
+    of_token = torch.func.grad(loss, argnums=(0, 1, 4, 5, 6, 7))
+    tokens = [x.flatten(0, 1) for x in (inputs[0], inputs[1], mask)]
+    weights = tuple(w.flatten(0, 1) for w in weights)
+    gradients = torch.vmap(of_token, in_dims=(0, 0, 0, 0, None, None, None, None))(
+        *tokens, weights, *inputs[2:]
+    )
+    return [x.norm() for x in (*gradients[:2], *(x.abs().sum(0) for x in gradients[2:]))]
+
+
+def check(inputs, settings, mask=None, dtype=torch.float32):
+    """Errors against float64 are at most twice those of the torch form plus a unit rounding."""
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact = torch_form(exact_inputs, settings, mask)
+    weights = [torch.randn(x.shape, dtype=torch.float64).to(x) for x in exact]
+
+    got = fused_controls(*inputs, settings=settings, mask=mask, dtype=dtype)
+    plain = torch_form(inputs, settings, mask)
+    plain = [plain.read.to(dtype), plain.write.to(dtype), plain.log_decay]
+    assert [x.dtype for x in got] == [dtype, dtype, torch.float32]
+    assert all(x.is_contiguous() for x in got)
+    weights = [w.to(x.dtype) for w, x in zip(weights, got, strict=True)]
+    results = [torch.autograd.grad(x, inputs, weights) for x in (got, plain)]
+    weights = [w.double() for w in weights]
+    reference = torch.autograd.grad(exact, exact_inputs, weights)
+
+    sizes = [x.norm() for x in exact]
+    sizes += magnitudes(exact_inputs, settings, mask, weights)
+    values = [(*got, *results[0]), (*plain, *results[1]), (*exact, *reference)]
+    for name, size, *triple in zip(
+        ("read", "write", "log_decay", *NAMES), sizes, *values, strict=True
+    ):
+        mine, theirs, truth = triple
+        rounding = torch.finfo(mine.dtype).eps / 2
+        allowed = 2 * ((theirs.double() - truth).norm() + rounding * size)
+        assert mine.shape == truth.shape, name
+        assert (mine.double() - truth).norm() <= allowed, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch(name, dtype):
+    check(random_inputs(SWITCHES[name], dtype=dtype), SWITCHES[name])
+
+
+@pytest.mark.parametrize("time", [1, 37])
+@pytest.mark.parametrize("modes", [1, 4, 8, 16, 32])
+def test_sizes(modes, time):
+    settings = ControlSettings()
+    check(random_inputs(settings, time=time, modes=modes), settings)
+
+
+@pytest.mark.parametrize("heads", [1, 17])
+def test_more_heads_than_a_block(heads):
+    settings = ControlSettings()
+    check(random_inputs(settings, time=5, heads=heads, modes=5), settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("name", ["default", "exact_prior"])
+def test_padding_is_an_identity_step(name, dtype):
+    settings = SWITCHES[name]
+    inputs = random_inputs(settings)
+    mask = (torch.rand(2, 37) < 0.7).to(DEVICE)
+    check(inputs, settings, mask.to(dtype))
+    got = fused_controls(*inputs, settings=settings, mask=mask.to(dtype))
+    assert (got.write[~mask] == 0).all() and (got.log_decay[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32] or [None])
+def test_narrow_outputs(dtype):
+    if dtype is None:
+        pytest.skip("the interpreter computes float32 only")
+    settings = ControlSettings()
+    check(random_inputs(settings, dtype=dtype), settings, dtype=dtype)
+
+
+@triton.jit
+def elementary_kernel(p_x, p_expm1, p_log, SIZE: tl.constexpr):
+    o_x = tl.arange(0, SIZE)
+    b_x = tl.load(p_x + o_x)
+    tl.store(p_expm1 + o_x, expm1(-b_x))
+    tl.store(p_log + o_x, log(b_x))
+
+
+def test_expm1_and_log():
+    x = torch.logspace(-12, 2, 8192, dtype=torch.float64).float().to(DEVICE)
+    results = torch.empty_like(x), torch.empty_like(x)
+    elementary_kernel[(1,)](x, *results, SIZE=8192)
+    exact = torch.expm1(-x.double())
+    assert ((results[0] - exact) / exact).abs().max() < 4e-7
+    exact = x.double().log()
+    assert ((results[1] - exact) / exact).nan_to_num().abs().max() < 4e-7
+
+
+def test_slow_modes_keep_their_digits():
+    """Element by element: the slowest mode writes 1e-12 of the fastest, and as exactly."""
+    settings = ControlSettings(rho_eps=0, normalization="sigmoid", alpha_min=0.1, alpha_max=0.9)
+    inputs = random_inputs(settings, modes=16)
+    exact = torch_form([x.double() for x in inputs], settings)
+    plain, got = torch_form(inputs, settings), fused_controls(*inputs, settings=settings)
+    for mine, theirs, truth in zip(got, plain, exact, strict=True):
+        error = ((theirs - truth) / truth).abs().max()
+        assert ((mine - truth) / truth).abs().max() <= 2 * (error + 2**-24)
+
+
+def test_small_alpha_stays_finite():
+    """4^(1/0.01) is beyond float32; the decay is then complete, and no gradient is NaN."""
+    settings = ControlSettings(rho_eps=0, alpha_min=0.01, alpha_max=0.02)
+    inputs = random_inputs(settings)
+    got, plain = fused_controls(*inputs, settings=settings), torch_form(inputs, settings)
+    assert got.log_decay.min() == plain.log_decay.min() == -88
+    gradients = torch.autograd.grad(got, inputs, [torch.ones_like(x) for x in got])
+    assert all(x.isfinite().all() for x in (*got, *gradients))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_nan_is_not_hidden(which):
+    settings = ControlSettings()
+    inputs = [x.detach() for x in random_inputs(settings, time=3)]
+    inputs[which][0, 1] = math.nan
+    read, write, log_decay = fused_controls(*inputs, settings=settings)
+    hit = (read, write, log_decay) if which == 0 else (read, write)
+    for x in hit:
+        assert x[0, 1].isnan().all() and x[0, [0, 2]].isfinite().all() and x[1].isfinite().all()
+
+
+def test_is_reproducible():
+    settings = ControlSettings()
+    inputs = random_inputs(settings)
+    runs = []
+    for _ in range(2):
+        got = fused_controls(*inputs, settings=settings)
+        runs.append(torch.autograd.grad(got, inputs, [torch.ones_like(x) for x in got]))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_strided_inputs_and_fixed_timescales():
+    settings = ControlSettings()
+    inputs = random_inputs(settings, time=5)
+    whole = torch.cat([inputs[0], inputs[0]], -1).detach().requires_grad_()
+    strided = [whole[..., : inputs[0].shape[-1]], *inputs[1:5], inputs[5].detach()]
+    got, expected = fused_controls(*strided, settings=settings), torch_form(strided, settings)
+    torch.testing.assert_close(tuple(got), tuple(expected))
+    got.write.sum().backward()
+    (gradient,) = torch.autograd.grad(expected.write.sum(), whole)
+    torch.testing.assert_close(whole.grad, gradient)
+
+
+def test_no_tokens():
+    settings = ControlSettings()
+    inputs = random_inputs(settings, time=0)
+    got = fused_controls(*inputs, settings=settings)
+    assert got.read.shape == (2, 0, 3, 8)
+    got.read.sum().backward()
+    assert all((x.grad == 0).all() for x in inputs[2:])
+
+
+@pytest.mark.parametrize("name", ["default", "exact_prior", "alpha_fixed"])
+def test_compiles_in_one_graph(name):
+    settings = SWITCHES[name]
+    inputs = random_inputs(settings, time=5)
+    mask = torch.ones(2, 5, dtype=torch.int64, device=DEVICE)
+
+    def loss(*inputs):
+        got = fused_controls(*inputs, settings=settings, mask=mask)
+        return sum((x * x).sum() for x in got)
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*inputs), inputs)
+    torch.testing.assert_close(got, expected)
+
+
+def test_operator_is_registered_well():
+    inputs = random_inputs(ControlSettings(), time=3)
+    ranges = [1e-4, 1.0, 0.2, 0.95, 0.25, 4.0, 1e-6]
+    switches = (True, "sigmoid", True, True, "softmax", "one_minus_rho", torch.float32)
+    torch.library.opcheck(_control, (*inputs, None, None, ranges, *switches))
+    prior = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
+    mask = torch.ones(2, 3, device=DEVICE)
+    torch.library.opcheck(_control, (*inputs, prior, mask, ranges, *switches))
+
+
+def test_wrong_arguments():
+    settings = ControlSettings()
+    inputs = random_inputs(settings, time=3)
+    with pytest.raises(
+        ValueError, match=r"dyn_logits must have shape \(2, 3, 6\), got \(2, 3, 9\)"
+    ):
+        fused_controls(*inputs, settings=ControlSettings(alpha_fixed=1.0))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 3\), got \(3, 2\)"):
+        fused_controls(*inputs, settings=settings, mask=torch.ones(3, 2, device=DEVICE))
+    with pytest.raises(ValueError, match="fused_controls cannot run here"):
+        fused_controls(*(x.double() for x in inputs), settings=settings)

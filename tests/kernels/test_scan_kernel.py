@@ -1,0 +1,137 @@
+"""The Triton backend of the scan against float64: outputs, states and every gradient."""
+
+import pytest
+import torch
+
+from flash_frac.ops import frac_scan, frac_step, resolve_backend
+from flash_frac.ops.testing import random_inputs, relative_error
+from flash_frac.ops.triton.launch import INTERPRETED
+from tests.kernels.conftest import dtypes
+
+NAMES = ("y", "state", "du", "dread", "dwrite", "dlog_decay", "dinitial")
+
+
+def run(inputs, state, cu_seqlens, backend, weights):
+    leaves = [x.clone().requires_grad_() for x in (*inputs, state)]
+    y, final = frac_scan(
+        *leaves[:4], initial_state=leaves[4], cu_seqlens=cu_seqlens, backend=backend
+    )
+    torch.autograd.backward(
+        [y, final], [w.to(x.dtype) for w, x in zip(weights, (y, final), strict=True)]
+    )
+    return [y.detach(), final.detach(), *(x.grad for x in leaves)]
+
+
+def check(device, sizes, dtype, *, lengths=None, rho_eps=1e-6):
+    """Error against float64 at most twice that of the torch backend in the same dtype."""
+    inputs = random_inputs(*sizes, dtype=dtype, device=device, rho_eps=rho_eps)
+    batch, _, heads, modes, channels = sizes
+    cu_seqlens = None
+    if lengths is not None:
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
+        batch = len(lengths)
+    generator = torch.Generator().manual_seed(4)
+    state = torch.randn(batch, heads, modes, channels, generator=generator).to(device)
+    weights = [
+        torch.randn(x.shape, generator=generator).to(device, dtype) for x in (inputs.u, state)
+    ]
+    exact = run(inputs.to(torch.float64), state.double(), cu_seqlens, "torch", weights)
+    reference = run(inputs, state, cu_seqlens, "torch", weights)
+    got = run(inputs, state, cu_seqlens, "triton", weights)
+    rounding = torch.finfo(dtype).eps / 2
+    for name, a, b, c in zip(NAMES, got, reference, exact, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        bound = 2 * (relative_error(b, c) + rounding)
+        assert relative_error(a, c) <= bound, name
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 1, 1, 16, 16),
+        (1, 31, 1, 4, 33),
+        (2, 64, 2, 8, 16),
+        (1, 100, 4, 16, 20),
+        (1, 65, 1, 32, 48),
+    ],
+    ids=str,
+)
+def test_scan(device, sizes, dtype):
+    check(device, sizes, dtype)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("lengths", [[1, 0, 63, 36], [0, 0, 40], [97], [0]], ids=str)
+def test_packed(device, lengths, dtype):
+    if sum(lengths) == 0:
+        inputs = random_inputs(1, 0, 2, 8, 16, dtype=dtype, device=device)
+        state = torch.randn(1, 2, 8, 16, device=device)
+        bounds = torch.zeros(2, dtype=torch.int32, device=device)
+        out = frac_scan(*inputs, initial_state=state, cu_seqlens=bounds, backend="triton")
+        assert torch.equal(out.state, state)
+    else:
+        check(device, (1, sum(lengths), 2, 8, 16), dtype, lengths=lengths)
+
+
+def test_the_whole_range_of_decays(device):
+    check(device, (1, 96, 2, 16, 16), torch.float32, rho_eps=0.0)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_large(device, dtype):
+    """Several segments, several blocks of channels, and the shape of the 1.3B model."""
+    if INTERPRETED:
+        pytest.skip("too slow in the interpreter; needs a CUDA device")
+    check(device, (2, 3000, 4, 16, 256), dtype)
+    check(device, (1, 5000, 3, 16, 100), dtype, lengths=[1, 700, 0, 2299, 2000], rho_eps=0.0)
+
+
+def test_more_than_2_31_elements(device):
+    """int64 offsets: the last sequence of a batch that is too large for int32 equals it alone."""
+    if INTERPRETED:
+        pytest.skip("too large for the interpreter; needs a CUDA device")
+    inputs = random_inputs(1, 4096, 16, 16, 256, dtype=torch.bfloat16, device=device)
+    alone = frac_scan(*inputs, backend="triton")
+    many = frac_scan(*(x.expand(132, -1, -1, -1).contiguous() for x in inputs), backend="triton")
+    assert many.y.numel() > 2**31
+    assert torch.equal(many.y[-1], alone.y[0]) and torch.equal(many.state[-1], alone.state[0])
+
+
+def test_results_repeat_to_the_bit(device):
+    inputs = random_inputs(1, 100, 2, 16, 16, device=device)
+    state = torch.zeros(1, 2, 16, 16, device=device)
+    weights = [torch.ones_like(inputs.u), torch.ones_like(state)]
+    first = run(inputs, state, None, "triton", weights)
+    second = run(inputs, state, None, "triton", weights)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 16, 16), (1, 1, 5, 33), (3, 2, 32, 100)], ids=str)
+def test_step(device, sizes, dtype):
+    batch, heads, modes, channels = sizes
+    inputs = random_inputs(batch, 1, heads, modes, channels, dtype=dtype, device=device, rho_eps=0)
+    token = [x[:, 0] for x in inputs]
+    state = torch.randn(batch, heads, modes, channels, device=device)
+    got = frac_step(*token, state, backend="triton")
+    exact = frac_step(*(x.double() for x in token), state.double(), backend="torch")
+    reference = frac_step(*token, state, backend="torch")
+    for a, b, c in zip(got, reference, exact, strict=True):
+        assert relative_error(a, c) <= 2 * (relative_error(b, c) + torch.finfo(a.dtype).eps / 2)
+
+
+def test_opcheck(device):
+    from flash_frac.ops.custom_ops.scan import scan_op, step_op
+
+    inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 16, device=device)]
+    state = torch.randn(1, 1, 4, 16, device=device, requires_grad=True)
+    torch.library.opcheck(scan_op, (*inputs, state, None))
+    bounds = torch.tensor([0, 7, 40], device=device)
+    torch.library.opcheck(scan_op, (*inputs, torch.randn(2, 1, 4, 16, device=device), bounds))
+    token = [x[:, 0].detach().contiguous() for x in inputs]
+    torch.library.opcheck(step_op, (*token, state.detach()))
+
+
+def test_auto_takes_the_kernels(device):
+    assert resolve_backend("auto", torch.zeros(1, device=device)) == "triton"
