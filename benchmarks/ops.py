@@ -2,11 +2,11 @@
 
     python benchmarks/ops.py [--time 4096] [--repeats 15]
 
-On a machine with a GPU: the Triton and the torch backend in bfloat16 at the shape of the 1.3B model,
-medians of CUDA events with the cache flushed in between, rows to benchmarks/results/<gpu>.csv.
+On a machine with a GPU: the Triton and the torch backend in bfloat16 at the shape of the 1.3B
+model, medians of CUDA events with the cache flushed before each; rows go to <gpu>.csv there.
 On a CPU the yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma in one
-piece, gradients by autograd. Both are checked against float64 first, then timed in turns; peak memory is
-measured in a process of its own. Rows go to benchmarks/results/cpu.csv.
+piece, gradients by autograd. Both are checked against float64 first, then timed in turns; peak
+memory is measured in a process of its own. Rows go to benchmarks/results/cpu.csv.
 Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
 """
 
@@ -128,7 +128,7 @@ def measure(sizes: list[int], repeats: int) -> list[dict]:
 
 
 def check_gpu(sizes: list[int]) -> float:
-    """Worst relative error of the kernels, in bfloat16 against float64; raises past twice torch's."""
+    """Worst relative error of the kernels in bfloat16, against float64; none past twice torch's."""
     inputs = random_inputs(*sizes, dtype=torch.bfloat16, device="cuda", rho_eps=1e-6)
     runs = {
         name: backward_of(inputs.to(dtype), backend)
@@ -155,7 +155,7 @@ def backward_of(inputs: ScanInputs, backend: str) -> list[Tensor]:
 
 
 def measure_gpu(sizes: list[int]) -> list[dict]:
-    """Rows of both backends, forward and forward+backward; read and write in float32, as in a layer."""
+    """Rows of both backends, forward and forward+backward; read and write are float32."""
     from triton.testing import do_bench
 
     error = check_gpu([1, 4096, 2, *sizes[3:]])

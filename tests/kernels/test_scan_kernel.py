@@ -88,14 +88,18 @@ def test_large(device, dtype):
 
 
 def test_more_than_2_31_elements(device):
-    """int64 offsets: the last sequence of a batch that is too large for int32 equals it alone."""
+    """int64 offsets: the last sequence of a batch that is too large for int32 is what it is alone.
+
+    Up to the rounding of bfloat16, because the walk is cut into other segments.
+    """
     if INTERPRETED:
         pytest.skip("too large for the interpreter; needs a CUDA device")
     inputs = random_inputs(1, 4096, 16, 16, 256, dtype=torch.bfloat16, device=device)
     alone = frac_scan(*inputs, backend="triton")
     many = frac_scan(*(x.expand(132, -1, -1, -1).contiguous() for x in inputs), backend="triton")
     assert many.y.numel() > 2**31
-    assert torch.equal(many.y[-1], alone.y[0]) and torch.equal(many.state[-1], alone.state[0])
+    assert relative_error(many.y[-1], alone.y[0]) < 2**-9
+    assert relative_error(many.state[-1], alone.state[0]) < 2**-9
 
 
 def test_results_repeat_to_the_bit(device):
