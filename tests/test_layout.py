@@ -1,6 +1,7 @@
 """Rules of the house that a machine can check."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -64,10 +65,10 @@ def test_no_pickle(path):
     assert not re.search(r"\bimport (pickle|dill|joblib)\b", path.read_text())
 
 
-def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
+def run(code, env=None):
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env)
+    return done.stdout
 
 
 def test_ops_and_layers_load_torch_alone():
@@ -86,6 +87,15 @@ def test_ops_and_layers_load_torch_alone():
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
     )
     assert not heavy & set(run(code).split())
+
+
+def test_a_cpu_does_not_load_triton():
+    code = (
+        "import sys, torch; from flash_frac.ops import frac_scan\n"
+        "x = torch.zeros(1, 3, 1, 2); y = frac_scan(x, x, x, x); print('triton' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    assert run(code, env=environment).strip() == "False"
 
 
 def test_import_is_quick():

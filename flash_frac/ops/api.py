@@ -11,6 +11,7 @@ Letters: B batch, T time, H heads, D head channels, M modes, N sequences (B, or 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,6 +42,9 @@ def _runs_anywhere(u: Tensor) -> None:
 
 
 def _triton_refusal(u: Tensor) -> str | None:
+    # Asked before triton is imported, which takes a second that a CPU does not need.
+    if u.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        return "Triton kernels need CUDA tensors, got cpu"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from flash_frac.ops.triton.launch import refusal
@@ -61,7 +65,6 @@ def _triton_step(*arguments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 BACKENDS: dict[str, Backend] = {
-    # Imported when first used: triton is not needed on a CPU, and takes a second to load.
     "triton": Backend(_triton_scan, _triton_step, _triton_refusal),
     "recurrent": Backend(recurrent_scan, step, _runs_anywhere),
     "torch": Backend(chunk_scan, step, _runs_anywhere),
@@ -103,7 +106,8 @@ def frac_scan(
         cu_seqlens: (N + 1,) integers, 0 first and T last: sequence n of the packed row (B = 1) is
             tokens cu_seqlens[n] to cu_seqlens[n + 1]. Empty sequences keep their initial state.
             Values are checked when the tensor is on the CPU.
-        backend: "auto" (the fastest that runs), "torch" (chunked), "recurrent" (the specification).
+        backend: "auto" (Triton on CUDA, torch elsewhere), "triton", "torch" (chunked in plain
+            PyTorch) or "recurrent" (the specification). One that cannot run raises and says why.
 
     Returns:
         ScanOutput(y, state): y (B, T, H, D) like u; state (N, H, M, D) after the last token.

@@ -164,7 +164,10 @@ def _best_move(
     # The change of each sum of c: none on the simplex, at most what is missing to 1 otherwise.
     one_sum = np.append(np.ones(num_modes), 0.0)[None]
     sums = sparse.hstack(
-        [sparse.csr_matrix((num_orders, num_modes)), sparse.block_diag([one_sum] * num_orders)]
+        [
+            sparse.csr_array((num_orders, num_modes)),
+            sparse.block_diag([sparse.coo_array(one_sum)] * num_orders),
+        ]
     )
     simplex = problem.constraint == "simplex"
     if not simplex:
@@ -204,13 +207,13 @@ def _error_rows(
         residual, by_c, by_log_tau = _linearise(problem.s, target, tau, fit)
         ones = np.ones((len(residual), 1))
         tau_columns.append(np.concatenate([by_log_tau, -by_log_tau]) * (radius / fit.error))
-        c_blocks.append(np.block([[by_c, -ones], [-by_c, -ones]]))
+        c_blocks.append(sparse.coo_array(np.block([[by_c, -ones], [-by_c, -ones]])))
         limits.append(np.concatenate([residual, -residual]) / fit.error)
     pairs = np.eye(num_modes - 1, num_modes) - np.eye(num_modes - 1, num_modes, 1)
     tau_columns.append(radius * pairs)
-    c_blocks.append(np.zeros((num_modes - 1, 0)))
+    c_blocks.append(sparse.coo_array((num_modes - 1, 0)))
     limits.append(np.maximum(np.diff(np.log(tau)) - _MIN_GAP, 0))
-    columns = sparse.csr_matrix(np.concatenate(tau_columns))
+    columns = sparse.csr_array(np.concatenate(tau_columns))
     return sparse.hstack([columns, sparse.block_diag(c_blocks)]), np.concatenate(limits)
 
 

@@ -3,7 +3,7 @@
 Both sides round in float32. Theirs takes 1 - exp(-x) and log(exp(-x)); both build decays from
 differences of running sums that reach 13.8 a token inside a chunk of C, so that an exponential is
 good to about 2^-24 * 13.8 * C, 3e-5 at the worst. Against this code in float64, their gradients are
-off by up to 1.0e-4 for one gate and 1.2e-5 elsewhere, ours by 1.4e-5 and 1.1e-5. BOUNDS are the
+off by up to 1.0e-4 for one gate and 1.2e-5 elsewhere, ours by 2.1e-5 and 1.1e-5. BOUNDS are the
 relative differences found between the two; a test fails at three times them.
 """
 
@@ -24,12 +24,12 @@ BOUNDS = {
     "logits": 7.6e-7,
     "hidden": 8.2e-7,
     "conv_state": 3.6e-7,
-    "state": 3.6e-6,
+    "state": 1.2e-6,
     "loss": 1.2e-7,
     "decode_logits": 5.2e-7,
     "grad": 1.5e-5,
     # A scalar that is the small difference of large terms.
-    "grad.model.layers.1.mixer.read_residual_logit": 9.0e-5,
+    "grad.model.layers.1.mixer.read_residual_logit": 8.3e-5,
 }
 
 

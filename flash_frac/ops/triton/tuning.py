@@ -6,6 +6,7 @@ warps of the kernels in `mix.py`; channels, warps and stages of a program of eac
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,11 @@ def tuning_for(x: Tensor) -> Tuning:
     """The launch parameters for tensors like x."""
     if x.dtype == torch.float32:
         return FLOAT32
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0):
+    if x.device.type == "cuda" and _capability(x.device) == (9, 0):
         return HOPPER
     return DEFAULT
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
