@@ -30,6 +30,11 @@ class FracCache(DynamicCache):
         """Tokens seen, padding included."""
         return self.num_tokens
 
+    @property
+    def is_compileable(self) -> bool:
+        """False, so that `generate` does not compile unasked, as it does not for a `DynamicCache`."""
+        return False
+
     def reset(self) -> None:
         """Empty the cache, keeping its memory."""
         super().reset()

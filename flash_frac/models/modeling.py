@@ -189,13 +189,6 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @staticmethod
-    def create_masks_for_generate(
-        config: FracConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> Tensor | None:
-        """`generate` asks for masks ready to use; a Frac model takes the two-dimensional one."""
-        return attention_mask
-
     def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:

@@ -125,6 +125,19 @@ def test_step(device, sizes, dtype):
         assert relative_error(a, c) <= 2 * (relative_error(b, c) + torch.finfo(a.dtype).eps / 2)
 
 
+def test_gradients_of_a_step(device):
+    results = []
+    for backend in ("triton", "torch"):
+        inputs = random_inputs(2, 1, 2, 8, 16, device=device, rho_eps=1e-6)
+        leaves = [x[:, 0].contiguous().requires_grad_() for x in inputs]
+        generator = torch.Generator().manual_seed(6)
+        leaves.append(torch.randn(2, 2, 8, 16, generator=generator).to(device).requires_grad_())
+        y, state = frac_step(*leaves, backend=backend)
+        results.append(torch.autograd.grad(y.sin().sum() + state.cos().sum(), leaves))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_opcheck(device):
     from flash_frac.ops.custom_ops.scan import scan_op, step_op
 
@@ -134,7 +147,7 @@ def test_opcheck(device):
     bounds = torch.tensor([0, 7, 40], device=device)
     torch.library.opcheck(scan_op, (*inputs, torch.randn(2, 1, 4, 16, device=device), bounds))
     token = [x[:, 0].detach().contiguous() for x in inputs]
-    torch.library.opcheck(step_op, (*token, state.detach()))
+    torch.library.opcheck(step_op, (*(x.requires_grad_() for x in token), state))
 
 
 def test_auto_takes_the_kernels(device):

@@ -107,6 +107,11 @@ def test_a_cache_can_be_reset(model, ids):
     assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), first)
 
 
+def test_generate_does_not_compile_unasked(model):
+    """Hugging Face compiles on a GPU whenever a cache says that it can be."""
+    assert not FracCache(model.config).is_compileable
+
+
 def test_a_cache_that_does_not_count_is_refused(model, ids):
     with pytest.raises(ValueError, match="past_key_values must be a FracCache, got DynamicCache"):
         model.generate(ids, past_key_values=DynamicCache(config=model.config), **OPTIONS)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_frac.ops import reference
 from flash_frac.ops.triton import scan as kernels
 from flash_frac.ops.triton import step as step_kernels
 
@@ -104,12 +103,28 @@ def _(u, read, write, log_decay, state):
     return torch.empty_like(u), torch.empty_like(state)
 
 
+def _save_step(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(True)
+
+
+def _step_gradients(ctx: Any, dy: Tensor, dnew: Tensor) -> tuple:
+    """Written in torch: a token at a time is how one decodes, not how one trains."""
+    u, read, write, log_decay, state, new_state = ctx.saved_tensors
+    wide_dy, kept = dy.float(), log_decay.exp()
+    dnew = dnew + read[..., None] * wide_dy[..., None, :]
+    du = (write[..., None] * dnew).sum(-2).to(u.dtype)
+    dread = (new_state * wide_dy[..., None, :]).sum(-1).to(read.dtype)
+    dwrite = (dnew * u[..., None, :]).sum(-1).to(write.dtype)
+    dlog_decay = kept * (dnew * state).sum(-1)
+    return du, dread, dwrite, dlog_decay, kept[..., None] * dnew
+
+
+step_op.register_autograd(_step_gradients, setup_context=_save_step)
+
+
 def triton_step(
     u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Backend "triton" of `frac_step`."""
-    inputs = [x.contiguous() for x in (u, read, write, log_decay.float(), state)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        # Training goes token by token only in tests; the torch form has the gradient.
-        return reference.step(u, read, write, log_decay, state)
-    return step_op(*inputs)
+    return step_op(*(x.contiguous() for x in (u, read, write, log_decay.float(), state)))
