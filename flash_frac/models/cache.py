@@ -32,7 +32,7 @@ class FracCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False, so that `generate` does not compile unasked, as it does not for a `DynamicCache`."""
+        """False: `generate` is not to compile unasked, as it does not for a `DynamicCache`."""
         return False
 
     def reset(self) -> None:
