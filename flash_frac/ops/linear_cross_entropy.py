@@ -114,24 +114,44 @@ def _summed_loss(
     dweight = weight.new_zeros(weight.shape if need_weight else 0, dtype=wide)
     for start in range(0, hidden.shape[0], chunk_tokens):
         tokens = slice(start, start + chunk_tokens)
-        x, label = hidden[tokens].to(dtype), labels[tokens, None]
-        ignored = label == ignore_index
-        label = label.masked_fill(ignored, 0)
-        logits = x @ matrix.T
-        log_p = torch.log_softmax(logits, -1, dtype=wide)
-        log_p_label = log_p.gather(1, label)
-        total -= log_p_label.masked_fill(ignored, 0).sum()
-        if not (need_hidden or need_weight):
-            continue
+        total += _chunk_loss(
+            hidden[tokens].to(dtype),
+            matrix,
+            labels[tokens, None],
+            ignore_index,
+            dhidden[tokens] if need_hidden else None,
+            dweight if need_weight else None,
+        )
+    return total, dhidden, dweight
+
+
+def _chunk_loss(
+    x: Tensor,
+    matrix: Tensor,
+    label: Tensor,
+    ignore_index: int,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+) -> Tensor:
+    """The sum of the losses of a chunk; its gradients go into dx, and are added to dweight.
+
+    A function of its own, so that the logits of a chunk are gone before those of the next are made.
+    """
+    ignored = label == ignore_index
+    label = label.masked_fill(ignored, 0)
+    logits = x @ matrix.T
+    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(x.dtype, torch.float32))
+    log_p_label = log_p.gather(1, label)
+    if dx is not None or dweight is not None:
         # dlogits takes the memory of the logits; at the label, p - 1 without cancellation.
         dlogits = torch.exp(log_p, out=logits)
-        dlogits.scatter_(1, label, torch.expm1(log_p_label).to(dtype))
+        dlogits.scatter_(1, label, torch.expm1(log_p_label).to(x.dtype))
         # Ignored tokens leave by the narrow side of the products.
-        if need_hidden:
-            torch.mm(dlogits, matrix, out=dhidden[tokens]).masked_fill_(ignored, 0)
-        if need_weight:
+        if dx is not None:
+            torch.mm(dlogits, matrix, out=dx).masked_fill_(ignored, 0)
+        if dweight is not None:
             _add_product(dweight, dlogits, x.masked_fill(ignored, 0))
-    return total, dhidden, dweight
+    return -log_p_label.masked_fill(ignored, 0).sum()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,16 +1,12 @@
 """The convolution and norm kernels compile for Ampere, Hopper and Blackwell, without a GPU."""
 
 import pytest
+import triton
 
-triton = pytest.importorskip("triton", reason="kernels need triton")
-conv = pytest.importorskip("flash_frac.ops.triton.conv", reason="kernels need triton")
-norm = pytest.importorskip("flash_frac.ops.triton.norm", reason="kernels need triton")
+from flash_frac.ops.triton import conv, norm
+from flash_frac.ops.triton.launch import INTERPRETED
 
-if triton.knobs.runtime.interpret:
-    pytest.skip(
-        "under TRITON_INTERPRET=1 there are no kernels to compile; unset it",
-        allow_module_level=True,
-    )
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 
 PARAMETERS = ("p_weight", "p_bias", "p_skip", "p_partial", "p_dweight", "p_dskip")
 NO_WINDOW, NOT_PACKED = ("p_window", "p_dnew"), ("p_cu_seqlens", "p_sequence")

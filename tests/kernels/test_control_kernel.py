@@ -4,23 +4,13 @@ import math
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import triton
 import triton.language as tl
 
 from flash_frac.ops import ControlSettings, controls
 from flash_frac.ops.custom_ops.control import _control, fused_controls
 from flash_frac.ops.triton.control import expm1, log
-from flash_frac.ops.triton.launch import INTERPRETED
-
-if INTERPRETED:
-    DEVICE, DTYPES = "cpu", [torch.float32]
-elif torch.cuda.is_available():
-    DEVICE, DTYPES = "cuda", [torch.float32, torch.bfloat16, torch.float16]
-else:
-    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+from tests.kernels.devices import DEVICE, DTYPES
 
 SWITCHES = {
     "default": ControlSettings(),

@@ -4,23 +4,11 @@ import pytest
 import torch
 
 from flash_frac.layers.conv import causal_conv
+from flash_frac.ops.custom_ops import conv as ops
+from flash_frac.ops.custom_ops.conv import fused_causal_conv
 from flash_frac.ops.testing import relative_error
+from tests.kernels.devices import DEVICE, DTYPES
 
-ops = pytest.importorskip("flash_frac.ops.custom_ops.conv", reason="kernels need triton")
-launch = pytest.importorskip("flash_frac.ops.triton.launch", reason="kernels need triton")
-fused_causal_conv = ops.fused_causal_conv
-
-
-def pick_device():
-    if launch.INTERPRETED:
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    pytest.skip("kernels need a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
-
-
-DEVICE = pick_device()
-DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
 LARGE = [] if DEVICE == "cpu" else [(4, 1000, 2048), (1, 5000, 4096), (2, 129, 300)]
 # Sums of a handful of numbers differ by luck, so short inputs are wide.
 SHAPES = [(2, 1, 33), (2, 2, 33), (2, 3, 33), (1, 63, 7), (1, 64, 7), (1, 100, 5), *LARGE]

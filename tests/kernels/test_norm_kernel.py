@@ -5,24 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from flash_frac.layers.norm import rms_norm
+from flash_frac.ops.custom_ops import norm as ops
+from flash_frac.ops.custom_ops.norm import (
+    fused_add_rms_norm,
+    fused_gated_rms_norm,
+    fused_rms_norm,
+)
 from flash_frac.ops.testing import relative_error
+from tests.kernels.devices import DEVICE, DTYPES
 
-ops = pytest.importorskip("flash_frac.ops.custom_ops.norm", reason="kernels need triton")
-launch = pytest.importorskip("flash_frac.ops.triton.launch", reason="kernels need triton")
-fused_rms_norm, fused_add_rms_norm = ops.fused_rms_norm, ops.fused_add_rms_norm
-fused_gated_rms_norm = ops.fused_gated_rms_norm
-
-
-def pick_device():
-    if launch.INTERPRETED:
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    pytest.skip("kernels need a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
-
-
-DEVICE = pick_device()
-DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
 LARGE = [] if DEVICE == "cpu" else [(4097, 2048), (1030, 4096), (70, 8192), (8195, 64)]
 # In rows of a few elements gradients cancel, and which of two forms errs less is a matter of luck.
 SHAPES = [(1, 64), (2, 65), (3, 63), (63, 33), (64, 100), (100, 17), *LARGE]

@@ -6,7 +6,7 @@ import torch
 from flash_frac.ops import frac_scan, frac_step, resolve_backend
 from flash_frac.ops.testing import random_inputs, relative_error
 from flash_frac.ops.triton.launch import INTERPRETED
-from tests.kernels.conftest import dtypes
+from tests.kernels.devices import DEVICE, DTYPES
 
 NAMES = ("y", "state", "du", "dread", "dwrite", "dlog_decay", "dinitial")
 
@@ -22,18 +22,18 @@ def run(inputs, state, cu_seqlens, backend, weights):
     return [y.detach(), final.detach(), *(x.grad for x in leaves)]
 
 
-def check(device, sizes, dtype, *, lengths=None, rho_eps=1e-6):
+def check(sizes, dtype, *, lengths=None, rho_eps=1e-6):
     """Error against float64 at most twice that of the torch backend in the same dtype."""
-    inputs = random_inputs(*sizes, dtype=dtype, device=device, rho_eps=rho_eps)
+    inputs = random_inputs(*sizes, dtype=dtype, device=DEVICE, rho_eps=rho_eps)
     batch, _, heads, modes, channels = sizes
     cu_seqlens = None
     if lengths is not None:
-        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
+        cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
         batch = len(lengths)
     generator = torch.Generator().manual_seed(4)
-    state = torch.randn(batch, heads, modes, channels, generator=generator).to(device)
+    state = torch.randn(batch, heads, modes, channels, generator=generator).to(DEVICE)
     weights = [
-        torch.randn(x.shape, generator=generator).to(device, dtype) for x in (inputs.u, state)
+        torch.randn(x.shape, generator=generator).to(DEVICE, dtype) for x in (inputs.u, state)
     ]
     exact = run(inputs.to(torch.float64), state.double(), cu_seqlens, "torch", weights)
     reference = run(inputs, state, cu_seqlens, "torch", weights)
@@ -45,7 +45,7 @@ def check(device, sizes, dtype, *, lengths=None, rho_eps=1e-6):
         assert relative_error(a, c) <= bound, name
 
 
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -57,44 +57,44 @@ def check(device, sizes, dtype, *, lengths=None, rho_eps=1e-6):
     ],
     ids=str,
 )
-def test_scan(device, sizes, dtype):
-    check(device, sizes, dtype)
+def test_scan(sizes, dtype):
+    check(sizes, dtype)
 
 
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [[1, 0, 63, 36], [0, 0, 40], [97], [0]], ids=str)
-def test_packed(device, lengths, dtype):
+def test_packed(lengths, dtype):
     if sum(lengths) == 0:
-        inputs = random_inputs(1, 0, 2, 8, 16, dtype=dtype, device=device)
-        state = torch.randn(1, 2, 8, 16, device=device)
-        bounds = torch.zeros(2, dtype=torch.int32, device=device)
+        inputs = random_inputs(1, 0, 2, 8, 16, dtype=dtype, device=DEVICE)
+        state = torch.randn(1, 2, 8, 16, device=DEVICE)
+        bounds = torch.zeros(2, dtype=torch.int32, device=DEVICE)
         out = frac_scan(*inputs, initial_state=state, cu_seqlens=bounds, backend="triton")
         assert torch.equal(out.state, state)
     else:
-        check(device, (1, sum(lengths), 2, 8, 16), dtype, lengths=lengths)
+        check((1, sum(lengths), 2, 8, 16), dtype, lengths=lengths)
 
 
-def test_the_whole_range_of_decays(device):
-    check(device, (1, 96, 2, 16, 16), torch.float32, rho_eps=0.0)
+def test_the_whole_range_of_decays():
+    check((1, 96, 2, 16, 16), torch.float32, rho_eps=0.0)
 
 
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_large(device, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large(dtype):
     """Several segments, several blocks of channels, and the shape of the 1.3B model."""
     if INTERPRETED:
         pytest.skip("too slow in the interpreter; needs a CUDA device")
-    check(device, (2, 3000, 4, 16, 256), dtype)
-    check(device, (1, 5000, 3, 16, 100), dtype, lengths=[1, 700, 0, 2299, 2000], rho_eps=0.0)
+    check((2, 3000, 4, 16, 256), dtype)
+    check((1, 5000, 3, 16, 100), dtype, lengths=[1, 700, 0, 2299, 2000], rho_eps=0.0)
 
 
-def test_more_than_2_31_elements(device):
+def test_more_than_2_31_elements():
     """int64 offsets: the last sequence of a batch that is too large for int32 is what it is alone.
 
     Up to the rounding of bfloat16, because the walk is cut into other segments.
     """
     if INTERPRETED:
         pytest.skip("too large for the interpreter; needs a CUDA device")
-    inputs = random_inputs(1, 4096, 16, 16, 256, dtype=torch.bfloat16, device=device)
+    inputs = random_inputs(1, 4096, 16, 16, 256, dtype=torch.bfloat16, device=DEVICE)
     alone = frac_scan(*inputs, backend="triton")
     many = frac_scan(*(x.expand(132, -1, -1, -1).contiguous() for x in inputs), backend="triton")
     assert many.y.numel() > 2**31
@@ -102,22 +102,22 @@ def test_more_than_2_31_elements(device):
     assert relative_error(many.state[-1], alone.state[0]) < 2**-9
 
 
-def test_results_repeat_to_the_bit(device):
-    inputs = random_inputs(1, 100, 2, 16, 16, device=device)
-    state = torch.zeros(1, 2, 16, 16, device=device)
+def test_results_repeat_to_the_bit():
+    inputs = random_inputs(1, 100, 2, 16, 16, device=DEVICE)
+    state = torch.zeros(1, 2, 16, 16, device=DEVICE)
     weights = [torch.ones_like(inputs.u), torch.ones_like(state)]
     first = run(inputs, state, None, "triton", weights)
     second = run(inputs, state, None, "triton", weights)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(2, 3, 16, 16), (1, 1, 5, 33), (3, 2, 32, 100)], ids=str)
-def test_step(device, sizes, dtype):
+def test_step(sizes, dtype):
     batch, heads, modes, channels = sizes
-    inputs = random_inputs(batch, 1, heads, modes, channels, dtype=dtype, device=device, rho_eps=0)
+    inputs = random_inputs(batch, 1, heads, modes, channels, dtype=dtype, device=DEVICE, rho_eps=0)
     token = [x[:, 0] for x in inputs]
-    state = torch.randn(batch, heads, modes, channels, device=device)
+    state = torch.randn(batch, heads, modes, channels, device=DEVICE)
     got = frac_step(*token, state, backend="triton")
     exact = frac_step(*(x.double() for x in token), state.double(), backend="torch")
     reference = frac_step(*token, state, backend="torch")
@@ -125,30 +125,30 @@ def test_step(device, sizes, dtype):
         assert relative_error(a, c) <= 2 * (relative_error(b, c) + torch.finfo(a.dtype).eps / 2)
 
 
-def test_gradients_of_a_step(device):
+def test_gradients_of_a_step():
     results = []
     for backend in ("triton", "torch"):
-        inputs = random_inputs(2, 1, 2, 8, 16, device=device, rho_eps=1e-6)
+        inputs = random_inputs(2, 1, 2, 8, 16, device=DEVICE, rho_eps=1e-6)
         leaves = [x[:, 0].contiguous().requires_grad_() for x in inputs]
         generator = torch.Generator().manual_seed(6)
-        leaves.append(torch.randn(2, 2, 8, 16, generator=generator).to(device).requires_grad_())
+        leaves.append(torch.randn(2, 2, 8, 16, generator=generator).to(DEVICE).requires_grad_())
         y, state = frac_step(*leaves, backend=backend)
         results.append(torch.autograd.grad(y.sin().sum() + state.cos().sum(), leaves))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_opcheck(device):
+def test_opcheck():
     from flash_frac.ops.custom_ops.scan import scan_op, step_op
 
-    inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 16, device=device)]
-    state = torch.randn(1, 1, 4, 16, device=device, requires_grad=True)
+    inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 16, device=DEVICE)]
+    state = torch.randn(1, 1, 4, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(scan_op, (*inputs, state, None))
-    bounds = torch.tensor([0, 7, 40], device=device)
-    torch.library.opcheck(scan_op, (*inputs, torch.randn(2, 1, 4, 16, device=device), bounds))
+    bounds = torch.tensor([0, 7, 40], device=DEVICE)
+    torch.library.opcheck(scan_op, (*inputs, torch.randn(2, 1, 4, 16, device=DEVICE), bounds))
     token = [x[:, 0].detach().contiguous() for x in inputs]
     torch.library.opcheck(step_op, (*(x.requires_grad_() for x in token), state))
 
 
-def test_auto_takes_the_kernels(device):
-    assert resolve_backend("auto", torch.zeros(1, device=device)) == "triton"
+def test_auto_takes_the_kernels():
+    assert resolve_backend("auto", torch.zeros(1, device=DEVICE)) == "triton"

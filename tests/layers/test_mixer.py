@@ -147,7 +147,8 @@ def test_low_precision_model_is_close():
     x = torch.randn(2, 100, E)
     reference, _ = mixer(x)
     y, _ = mixer.bfloat16()(x.bfloat16())
-    assert ((y.float() - reference).norm() / reference.norm()) < 0.02
+    # 6.1e-3 to 7.6e-3 over four seeds.
+    assert ((y.float() - reference).norm() / reference.norm()) < 0.01
 
 
 def test_autocast_is_close():
@@ -157,7 +158,8 @@ def test_autocast_is_close():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = mixer(x)
     assert state.recurrent.dtype == torch.float32
-    assert ((y.float() - reference).norm() / reference.norm()) < 0.02
+    # 6.1e-3 to 7.6e-3 over four seeds.
+    assert ((y.float() - reference).norm() / reference.norm()) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def _check(
     mask: Tensor | None,
     settings: ControlSettings,
 ) -> None:
+    if reason := refusal(rw_logits) or refusal(dyn_logits):
+        raise ValueError(f"fused_controls cannot run here: {reason}")
     num_heads, num_modes, size = dt_bias.shape[0], log_tau.shape[0], rw_logits.shape[:2]
     num_dynamics = 3 if settings.alpha_fixed is None else 2
     for name, tensor, shape in (
@@ -147,9 +149,6 @@ def _control(
     beta: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Here and not in `fused_controls`, where torch.compile would have to trace it.
-    if reason := refusal(rw) or refusal(dyn):
-        raise ValueError(f"fused_controls cannot run here: {reason}")
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
     settings = _settings(ranges, free, lambda_map, read_prior, write_prior, normalization, beta)
     return control_forward(inputs, settings, dtype)

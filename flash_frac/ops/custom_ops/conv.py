@@ -48,8 +48,7 @@ def fused_causal_conv(
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, num: int) -> None:
-    # Dynamo cannot look into Triton's settings.
-    if not torch.compiler.is_compiling() and (reason := refusal(x)):
+    if reason := refusal(x):
         raise ValueError(f"fused_causal_conv cannot run here: {reason}")
     channels = x.shape[2]
     if channels > 1 and x.stride(2) != 1:

@@ -79,8 +79,7 @@ def fused_gated_rms_norm(
 
 def _check(function: str, rows: dict[str, Tensor], weight: Tensor) -> None:
     x = rows["x"]
-    # Dynamo cannot look into Triton's settings.
-    if not torch.compiler.is_compiling() and (reason := refusal(x)):
+    if reason := refusal(x):
         raise ValueError(f"{function} cannot run here: {reason}")
     for name, tensor in rows.items():
         if tensor.shape != x.shape or not tensor.is_contiguous():
