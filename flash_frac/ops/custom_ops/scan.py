@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_frac.ops.triton import scan as kernels
 from flash_frac.ops.triton import step as step_kernels
+from flash_frac.ops.triton.mix import Mix
 
 
 @torch.library.custom_op("flash_frac::scan", mutates_args=())
@@ -19,19 +20,21 @@ def scan_op(
     log_decay: Tensor,
     initial: Tensor,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final state, and the states before the segments of the walk."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y, the final state, and for the backward pass the states before segments and a `Mix`."""
     with torch.cuda.device_of(u):
         return kernels.scan_forward(u, read, write, log_decay, initial, cu_seqlens)
 
 
 @scan_op.register_fake
 def _(u, read, write, log_decay, initial, cu_seqlens):
-    incoming = kernels.segment_shape(u, read, cu_seqlens)
+    incoming, *mixed, total = kernels.kept_shapes(u, read.shape[-1], cu_seqlens)
     return (
         torch.empty_like(u),
         torch.empty_like(initial),
         u.new_empty(incoming, dtype=torch.float32),
+        *(u.new_empty(shape) for shape in mixed),
+        u.new_empty(total, dtype=torch.float32),
     )
 
 
@@ -45,27 +48,32 @@ def scan_backward_op(
     log_decay: Tensor,
     initial: Tensor,
     incoming: Tensor,
+    gamma: Tensor,
+    read_in: Tensor,
+    write_out: Tensor,
+    total: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of u, read, write, log_decay and the initial state."""
     with torch.cuda.device_of(u):
+        mixed = Mix(gamma, read_in, write_out, total)
         return kernels.scan_backward(
-            dy, dfinal, u, read, write, log_decay, initial, incoming, cu_seqlens
+            dy, dfinal, u, read, write, log_decay, initial, incoming, mixed, cu_seqlens
         )
 
 
 @scan_backward_op.register_fake
-def _(dy, dfinal, u, read, write, log_decay, initial, incoming, cu_seqlens):
+def _(dy, dfinal, u, read, write, log_decay, initial, *kept):
     return tuple(torch.empty_like(x) for x in (u, read, write, log_decay, initial))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    u, read, write, log_decay, initial, cu_seqlens = inputs
-    ctx.save_for_backward(u, read, write, log_decay, initial, output[2], cu_seqlens)
+    *tensors, cu_seqlens = inputs
+    ctx.save_for_backward(*tensors, *output[2:], cu_seqlens)
     ctx.set_materialize_grads(True)
 
 
-def _gradients(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple:
+def _gradients(ctx: Any, dy: Tensor, dfinal: Tensor, *unused: Tensor) -> tuple:
     gradients = scan_backward_op(dy.contiguous(), dfinal.contiguous(), *ctx.saved_tensors)
     return *gradients, None
 
@@ -85,7 +93,7 @@ def triton_scan(
     if u.shape[1] == 0:
         return torch.zeros_like(u), initial_state
     inputs = [x.contiguous() for x in (u, read, write, log_decay.float(), initial_state)]
-    y, final, _ = scan_op(*inputs, cu_seqlens)
+    y, final, *_ = scan_op(*inputs, cu_seqlens)
     return y, final
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_frac.ops.triton.launch import ceil_div
+
 # Tokens of a chunk, and how often it can be halved.
 CHUNK = 32
 LEVELS = 5
@@ -65,12 +67,18 @@ class ChunkList(NamedTuple):
         return self.table, self.num_tokens, self.chunks_each
 
 
+def count_chunks(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> int:
+    """How many chunks a call has at most; packed sequences may leave some empty."""
+    if cu_seqlens is None:
+        return batch * ceil_div(num_tokens, CHUNK)
+    return num_tokens // CHUNK + cu_seqlens.shape[0] - 1
+
+
 def chunk_list(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> ChunkList:
     """The chunks of a call; nothing is read back from the device."""
+    num_chunks = count_chunks(batch, num_tokens, cu_seqlens)
     if cu_seqlens is None:
-        each = triton.cdiv(num_tokens, CHUNK)
-        return ChunkList(batch * each, each, num_tokens, None)
-    num_chunks = num_tokens // CHUNK + len(cu_seqlens) - 1
+        return ChunkList(num_chunks, num_chunks // batch, num_tokens, None)
     bounds = cu_seqlens.long()
     length = bounds.diff()
     chunks = ((length + CHUNK - 1) // CHUNK).clamp_min(1)

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_frac.ops.triton.launch import block_size, ceil_div
+
 # Tokens of a segment and channels of a program, two for a thread.
 SEGMENT, CHANNELS = 64, 256
 # Rows whose loads are in flight together.
@@ -334,8 +336,8 @@ def conv_window_backward_kernel(
 
 def tile(num_channels: int) -> tuple[int, int, int]:
     """Channels of a program, blocks of them, and warps."""
-    block = min(CHANNELS, triton.next_power_of_2(num_channels))
-    return block, triton.cdiv(num_channels, block), max(1, block // 64)
+    block = min(CHANNELS, block_size(num_channels, smallest=1))
+    return block, ceil_div(num_channels, block), max(1, block // 64)
 
 
 def launch_conv_forward(
@@ -353,7 +355,7 @@ def launch_conv_forward(
     u = x.new_empty(x.shape)
     new = x.new_empty(num, num_channels, num_taps - 1)
     block, num_blocks, num_warps = tile(num_channels)
-    num_segments = triton.cdiv(num_tokens, SEGMENT)
+    num_segments = ceil_div(num_tokens, SEGMENT)
     with torch.cuda.device_of(x):
         conv_forward_kernel[((batch * num_segments + num) * num_blocks,)](
             x, weight, bias, window, cu_seqlens, sequence, u, new,
@@ -377,7 +379,7 @@ def launch_conv_backward(
     batch, num_tokens, num_channels = x.shape
     num_taps = weight.shape[-1]
     block, num_blocks, num_warps = tile(num_channels)
-    num_segments = triton.cdiv(num_tokens, SEGMENT)
+    num_segments = ceil_div(num_tokens, SEGMENT)
     dx = x.new_empty(x.shape)
     shape = (batch * num_segments, num_taps + 1, num_channels)
     partial = x.new_empty(shape, dtype=torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 
@@ -26,4 +25,9 @@ def refusal(x: Tensor) -> str | None:
 
 def block_size(size: int, *, smallest: int = 16) -> int:
     """The power of two that holds `size`; matrix products need at least 16."""
-    return max(smallest, triton.next_power_of_2(size))
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own is ten times slower on the host, and is called everywhere."""
+    return -(-a // b)

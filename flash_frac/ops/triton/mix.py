@@ -10,10 +10,13 @@ For a chunk of C tokens, `mix_kernel` makes, in the dtype of u unless noted,
 A pair t > k is split at the boundary between the two halves of the smallest aligned block that
 holds both: k has the sum up to the end of the earlier half, t the sum from the start of the later
 one. Both are <= 0, each level (halves of 1, 2, 4, ... tokens) is one matrix product, and a token
-needs one exponential a level and mode instead of one a pair. The sums are products with 0-1 masks.
+needs one exponential a level and mode instead of one a pair. The sums of a level are those of the
+level below it and the total of the other half, added: no difference of larger sums is taken.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,15 +25,38 @@ from torch import Tensor
 
 from flash_frac.ops.triton.chunks import CHUNK, LEVELS, ChunkList, chunk_place
 
+# Sums are kept in powers of two, which the hardware raises.
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
-def _to_boundary(b_decay, o_t, o_xor, level, PRECISION: tl.constexpr):
-    """Which tokens are in later halves, and exp of the sums between tokens and the boundary."""
-    later = ((o_t >> level) & 1) == 1
-    same_half = (o_xor >> level) == 0
-    m_sum = same_half & ((o_t[None, :] <= o_t[:, None]) == later[:, None])
-    b_sum = tl.dot(tl.where(m_sum, 1.0, 0.0), b_decay, input_precision=PRECISION)
-    return later, tl.exp(b_sum)
+def _double(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+    """From blocks of 2^LEVEL tokens to blocks twice as long.
+
+    b_total [C >> LEVEL, BM]: sum of a block; b_prefix, b_suffix [C, BM]: sums from the start of its
+    block up to a token, and after the token to the end.
+    """
+    N: tl.constexpr = C >> (LEVEL + 1)
+    later = tl.arange(0, 2) == 1
+    b_halves = tl.reshape(b_total, [N, 2, BM])
+    b_first = tl.sum(tl.where(later[None, :, None], 0.0, b_halves), 1)
+    b_second = tl.sum(tl.where(later[None, :, None], b_halves, 0.0), 1)
+    b_prefix = tl.reshape(b_prefix, [N, 2, 1 << LEVEL, BM])
+    b_suffix = tl.reshape(b_suffix, [N, 2, 1 << LEVEL, BM])
+    b_prefix += tl.where(later[None, :, None, None], b_first[:, None, None, :], 0.0)
+    b_suffix += tl.where(later[None, :, None, None], 0.0, b_second[:, None, None, :])
+    return b_first + b_second, tl.reshape(b_prefix, [C, BM]), tl.reshape(b_suffix, [C, BM])
+
+
+@triton.jit
+def _split(b_read, b_write, b_prefix, b_suffix, o_t, LEVEL: tl.constexpr):
+    """Reads of later halves and writes of earlier ones, decayed to their boundary; 0 elsewhere."""
+    later = (((o_t >> LEVEL) & 1) == 1)[:, None]
+    b_decayed = tl.exp2(tl.where(later, b_prefix, b_suffix))
+    b_q = tl.where(later, b_read * b_decayed, 0.0)
+    b_k = tl.where(later, 0.0, b_write * b_decayed)
+    return later, b_decayed, b_q, b_k
 
 
 @triton.jit
@@ -57,34 +83,32 @@ def mix_kernel(
     _, row, length, _, _ = chunk_place(i_chunk, table, num_tokens, chunks_each, C, PACKED)
     o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
     o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * M + o_m
-    m_m = (o_m < M)[None, :]
-    m_x = (o_t < length)[:, None] & m_m
+    m_x = (o_t < length)[:, None] & (o_m < M)[None, :]
     # [C, BM]
     b_read = tl.load(read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(write + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0)
-    m_next = (o_t + 1 < length)[:, None] & m_m
-    b_next = tl.load(log_decay + o_x + H * M, mask=m_next, other=0.0)
-
-    i_place = i_chunk * H + i_h
-    o_place = i_place * C * BM + o_t[:, None] * BM + o_m
-    b_in = b_read * tl.exp(tl.cumsum(b_decay, 0))
-    b_out = b_write * tl.exp(tl.cumsum(b_next, 0, reverse=True))
-    tl.store(read_in + o_place, b_in.to(read_in.dtype.element_ty))
-    tl.store(write_out + o_place, b_out.to(write_out.dtype.element_ty))
-    tl.store(total + i_place * BM + o_m, tl.sum(b_decay, 0))
+    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * LOG2_E
 
     # [C, C]
     b_same = tl.sum(b_read * b_write, 1)
     b_gamma = tl.where(o_t[:, None] == o_t[None, :], b_same[:, None], 0.0)
     # Bits in which two places differ: the highest says at which level the pair is split.
     o_xor = o_t[:, None] ^ o_t[None, :]
-    for level in range(LEVELS):
-        later, b_decayed = _to_boundary(b_decay, o_t, o_xor, level, PRECISION)
-        b_q = tl.where(later[:, None], b_read * b_decayed, 0.0)
-        b_k = tl.where(later[:, None], 0.0, b_write * b_decayed)
+    b_total, b_prefix, b_suffix = b_decay, b_decay, tl.zeros_like(b_decay)
+    for level in tl.static_range(LEVELS):
+        _, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level)
         b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_gamma += tl.where((o_xor >> level) == 1, b_pairs, 0.0)
+        if level < LEVELS - 1:
+            b_pairs = tl.where((o_xor >> level) == 1, b_pairs, 0.0)
+        b_gamma += b_pairs
+        b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
+
+    i_place = i_chunk * H + i_h
+    o_place = i_place * C * BM + o_t[:, None] * BM + o_m
+    b_in, b_out = b_read * tl.exp2(b_prefix), b_write * tl.exp2(b_suffix)
+    tl.store(read_in + o_place, b_in.to(read_in.dtype.element_ty))
+    tl.store(write_out + o_place, b_out.to(write_out.dtype.element_ty))
+    tl.store(total + i_place * BM + o_m, tl.reshape(b_total, [BM]) * LOG_2)
     o_gamma = i_place * C * C + o_t[:, None] * C + o_t[None, :]
     tl.store(gamma + o_gamma, b_gamma.to(gamma.dtype.element_ty))
 
@@ -118,14 +142,11 @@ def mix_backward_kernel(
     _, row, length, _, _ = chunk_place(i_chunk, table, num_tokens, chunks_each, C, PACKED)
     o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
     o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * M + o_m
-    m_m = (o_m < M)[None, :]
-    m_x = (o_t < length)[:, None] & m_m
+    m_x = (o_t < length)[:, None] & (o_m < M)[None, :]
     # [C, BM]
     b_read = tl.load(read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(write + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0)
-    m_next = (o_t + 1 < length)[:, None] & m_m
-    b_next = tl.load(log_decay + o_x + H * M, mask=m_next, other=0.0)
+    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * LOG2_E
 
     # Sums over the blocks of channels.
     i_place = i_chunk * H + i_h
@@ -141,38 +162,45 @@ def mix_backward_kernel(
         b_pair += tl.load(products + part * C * C + o_pair).to(tl.float32)
         b_across += tl.load(across + part * BM + o_m)
 
-    # Reads of the state before the chunk, writes to the one after it, and what crosses it all. A
-    # log_decay scales every path from a write before it to a read at it or after it.
-    b_in *= tl.exp(tl.cumsum(b_decay, 0))
-    b_out *= tl.exp(tl.cumsum(b_next, 0, reverse=True))
-    b_across *= tl.exp(tl.sum(b_decay, 0))
-    b_before = tl.where(o_t[:, None] > o_t[None, :], 1.0, 0.0)
-    b_ddecay = tl.dot(1.0 - b_before, b_read * b_in, input_precision=PRECISION)
-    b_ddecay += tl.dot(b_before, b_write * b_out, input_precision=PRECISION) + b_across[None, :]
+    # Pairs of a later read and an earlier write, level by level; those of one token come last.
     b_same = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_pair, 0.0), 1)[:, None]
-    b_dread, b_dwrite = b_in + b_same * b_write, b_out + b_same * b_read
-    # [C, C], pairs of a later read and an earlier write, both ways round.
-    b_pair = tl.where(o_t[:, None] > o_t[None, :], b_pair, 0.0)
     b_turned = tl.trans(b_pair)
+    b_dread, b_dwrite = tl.zeros_like(b_in), tl.zeros_like(b_out)
     o_xor = o_t[:, None] ^ o_t[None, :]
-    for level in range(LEVELS):
-        later, b_decayed = _to_boundary(b_decay, o_t, o_xor, level, PRECISION)
-        b_q = tl.where(later[:, None], b_read * b_decayed, 0.0)
-        b_k = tl.where(later[:, None], 0.0, b_write * b_decayed)
+    b_total, b_prefix, b_suffix = b_decay, b_decay, tl.zeros_like(b_decay)
+    for level in tl.static_range(LEVELS):
+        later, b_decayed, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level)
         m_split = (o_xor >> level) == 1
-        b_some = tl.where(m_split, b_pair, 0.0)
-        b_read_part = tl.dot(b_some, b_k, input_precision=PRECISION) * b_decayed
-        b_some = tl.where(m_split, b_turned, 0.0)
-        b_write_part = tl.dot(b_some, b_q, input_precision=PRECISION) * b_decayed
-        b_dread += b_read_part
-        b_dwrite += b_write_part
-        # The mask of `_to_boundary`, turned.
-        m_sum = ((o_xor >> level) == 0) & ((o_t[:, None] <= o_t[None, :]) == later[:, None])
-        b_terms = b_read * b_read_part + b_write * b_write_part
-        b_ddecay += tl.dot(tl.where(m_sum, 1.0, 0.0), b_terms, input_precision=PRECISION)
-    tl.store(dread + o_x, b_dread.to(dread.dtype.element_ty), mask=m_x)
-    tl.store(dwrite + o_x, b_dwrite.to(dwrite.dtype.element_ty), mask=m_x)
+        b_read_part = tl.dot(tl.where(m_split, b_pair, 0.0), b_k, input_precision=PRECISION)
+        b_write_part = tl.dot(tl.where(m_split, b_turned, 0.0), b_q, input_precision=PRECISION)
+        b_dread += tl.where(later, b_read_part * b_decayed, 0.0)
+        b_dwrite += tl.where(later, 0.0, b_write_part * b_decayed)
+        b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
+
+    # Reads of the state before the chunk, writes to the one after it, and what crosses it all.
+    b_out *= tl.exp2(b_suffix)
+    b_dread += b_in * tl.exp2(b_prefix)
+    b_dwrite += b_out
+    b_across = b_across * tl.exp2(tl.reshape(b_total, [BM])) + tl.sum(b_write * b_out, 0)
+    # A log_decay scales every path from a write before it to a read at it or after it: all paths
+    # that end there or later, less those that also begin there or later.
+    b_terms = b_read * b_dread - b_write * b_dwrite
+    b_total, b_prefix, b_suffix = b_terms, b_terms, tl.zeros_like(b_terms)
+    for level in tl.static_range(LEVELS):
+        b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
+    b_ddecay = b_terms + b_suffix + b_across[None, :]
+    tl.store(dread + o_x, (b_dread + b_same * b_write).to(dread.dtype.element_ty), mask=m_x)
+    tl.store(dwrite + o_x, (b_dwrite + b_same * b_read).to(dwrite.dtype.element_ty), mask=m_x)
     tl.store(dlog_decay + o_x, b_ddecay, mask=m_x)
+
+
+class Mix(NamedTuple):
+    """gamma (N, H, C, C), read_in and write_out (N, H, C, BM), total (N, H, BM), for N chunks."""
+
+    gamma: Tensor
+    read_in: Tensor
+    write_out: Tensor
+    total: Tensor
 
 
 def mix(
@@ -184,16 +212,14 @@ def mix(
     dtype: torch.dtype,
     modes: int,
     warps: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gamma (N, H, C, C), read_in and write_out (N, H, C, BM), total (N, H, BM), N chunks."""
+) -> Mix:
+    """What the walks need of the weights, in the given dtype; `modes` is BM."""
     heads, num_modes = read.shape[-2:]
     places = (chunks.num_chunks, heads)
     gamma = read.new_empty(*places, CHUNK, CHUNK, dtype=dtype)
     read_in = read.new_empty(*places, CHUNK, modes, dtype=dtype)
-    write_out, total = (
-        torch.empty_like(read_in),
-        read.new_empty(*places, modes, dtype=torch.float32),
-    )
+    write_out = torch.empty_like(read_in)
+    total = read.new_empty(*places, modes, dtype=torch.float32)
     mix_kernel[places](
         read,
         write,
@@ -212,7 +238,7 @@ def mix(
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         num_warps=warps,
     )
-    return gamma, read_in, write_out, total
+    return Mix(gamma, read_in, write_out, total)
 
 
 def mix_backward(

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_frac.ops.triton.launch import block_size, ceil_div
+
 MAX_SIZE = 8192
 # Elements of a block of rows, at least; elements of it that a thread holds; most warps for it.
 BLOCK, PER_THREAD, MAX_WARPS = 2048, 8, 16
@@ -169,10 +171,10 @@ def gated_norm_backward_kernel(
 
 def tile(x: Tensor, warps_on_a_processor: int = WARPS) -> tuple[int, int, int, int]:
     """Rows of a block, its width, warps, and number of programs, for the rows of x."""
-    width = triton.next_power_of_2(x.shape[-1])
+    width = block_size(x.shape[-1], smallest=1)
     rows = max(1, BLOCK // width)
     num_warps = min(rows * width // (32 * PER_THREAD), MAX_WARPS)
-    num_blocks = triton.cdiv(x.numel() // x.shape[-1], rows)
+    num_blocks = ceil_div(x.numel() // x.shape[-1], rows)
     if not x.is_cuda:
         return rows, width, num_warps, min(num_blocks, INTERPRETED_PROGRAMS)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count

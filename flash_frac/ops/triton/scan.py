@@ -5,16 +5,16 @@ Letters: B batch, T time, H heads, M modes, BM their block, D head channels, N c
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from flash_frac.ops.triton.chunks import CHUNK, ChunkList, chunk_list
-from flash_frac.ops.triton.launch import block_size
-from flash_frac.ops.triton.mix import mix, mix_backward
-from flash_frac.ops.triton.tuning import Walk, tuning_for
+from flash_frac.ops.triton.chunks import CHUNK, ChunkList, chunk_list, count_chunks
+from flash_frac.ops.triton.launch import block_size, ceil_div
+from flash_frac.ops.triton.mix import Mix, mix, mix_backward
+from flash_frac.ops.triton.tuning import Tuning, Walk, tuning_for
 from flash_frac.ops.triton.walk import (
     gradient_kernel,
     output_kernel,
@@ -23,59 +23,88 @@ from flash_frac.ops.triton.walk import (
 )
 
 
+class _Launch(NamedTuple):
+    """How a walk is launched."""
+
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]
+
+
 class _Plan(NamedTuple):
-    """The sizes of a call: its chunks, how many of them a segment has, and the block of modes."""
+    """What follows from the sizes of a call, for the kernels."""
 
-    chunks: ChunkList
     per_segment: int
+    num_segments: int
     modes: int
+    tuning: Tuning
+    states: _Launch
+    output: _Launch
+    gradient: _Launch
 
-    @property
-    def num_segments(self) -> int:
-        return triton.cdiv(self.chunks.num_chunks, self.per_segment)
 
-    def sizes(self, u: Tensor) -> tuple:
-        """What all walks take: the list of chunks, the segments, and H and D."""
-        return (*self.chunks.arguments, self.chunks.num_chunks, self.per_segment, *u.shape[2:])
+def _segments(num_chunks: int, heads: int, channels: int, tuning: Tuning) -> tuple[int, int]:
+    """Chunks of a segment, and how many segments there are."""
+    walks = num_chunks * heads * ceil_div(channels, tuning.output.channels)
+    per_segment = ceil_div(walks, tuning.programs)
+    return per_segment, ceil_div(num_chunks, per_segment)
 
-    def grid(self, u: Tensor, walk: Walk) -> tuple[int, int, int]:
-        return self.num_segments, u.shape[2], triton.cdiv(u.shape[3], _channels(u, walk))
 
-    def constants(self, u: Tensor, read: Tensor, walk: Walk) -> dict[str, Any]:
-        return {
-            "M": read.shape[-1],
-            "BM": self.modes,
-            "BD": _channels(u, walk),
+@lru_cache(maxsize=1024)
+def _plan(
+    num_chunks: int,
+    heads: int,
+    channels: int,
+    num_modes: int,
+    packed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Plan:
+    """Cached, because Python takes as long over it as over a launch."""
+    tuning = tuning_for(dtype, device)
+    per_segment, num_segments = _segments(num_chunks, heads, channels, tuning)
+    modes = block_size(num_modes)
+
+    def launch(walk: Walk) -> _Launch:
+        width = min(block_size(channels), walk.channels)
+        constants = {
+            "M": num_modes,
+            "BM": modes,
+            "BD": width,
             "C": CHUNK,
-            "PACKED": self.chunks.table is not None,
-            "PRECISION": "ieee" if u.dtype == torch.float32 else "tf32",
+            "PACKED": packed,
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
             "num_warps": walk.warps,
             "num_stages": walk.stages,
         }
+        return _Launch((num_segments, heads, ceil_div(channels, width)), constants)
+
+    walks = (launch(walk) for walk in (tuning.states, tuning.output, tuning.gradient))
+    return _Plan(per_segment, num_segments, modes, tuning, *walks)
 
 
-def _channels(u: Tensor, walk: Walk) -> int:
-    return min(block_size(u.shape[3]), walk.channels)
+def _plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> _Plan:
+    packed = chunks.table is not None
+    return _plan(chunks.num_chunks, *u.shape[2:], num_modes, packed, u.dtype, u.device)
 
 
-def _plan(u: Tensor, read: Tensor, cu_seqlens: Tensor | None) -> _Plan:
-    chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
-    tuning = tuning_for(u)
-    walks = chunks.num_chunks * u.shape[2] * triton.cdiv(u.shape[3], tuning.output.channels)
-    return _Plan(chunks, triton.cdiv(walks, tuning.programs), block_size(read.shape[-1]))
+def _sizes(u: Tensor, chunks: ChunkList, plan: _Plan) -> tuple:
+    """What all walks take: the list of chunks, the segments, and H and D."""
+    return (*chunks.arguments, chunks.num_chunks, plan.per_segment, *u.shape[2:])
 
 
-def segment_shape(u: Tensor, read: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    """Shape (S, H, BM, D) of the states before the segments."""
-    plan = _plan(u, read, cu_seqlens)
-    return plan.num_segments, u.shape[2], plan.modes, u.shape[3]
-
-
-def _mix(
-    u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, plan: _Plan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    warps = tuning_for(u).mix
-    return mix(read, write, log_decay, plan.chunks, dtype=u.dtype, modes=plan.modes, warps=warps)
+def kept_shapes(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> list[tuple[int, ...]]:
+    """Shapes of what `scan_forward` returns after y and the final state; sizes may be symbolic."""
+    heads, channels = u.shape[2:]
+    num_chunks, modes = count_chunks(u.shape[0], u.shape[1], cu_seqlens), block_size(num_modes)
+    _, num_segments = _segments(num_chunks, heads, channels, tuning_for(u.dtype, u.device))
+    weights = (num_chunks, heads, CHUNK, modes)
+    return [
+        (num_segments, heads, modes, channels),
+        (num_chunks, heads, CHUNK, CHUNK),
+        weights,
+        weights,
+        (num_chunks, heads, modes),
+    ]
 
 
 def _states_before_segments(
@@ -83,17 +112,17 @@ def _states_before_segments(
     weights: Tensor,
     total: Tensor,
     initial: Tensor,
-    read: Tensor,
+    chunks: ChunkList,
     plan: _Plan,
     *,
     backward: bool,
 ) -> Tensor:
     """The state before every segment, (S, H, BM, D) float32, in the order of the walk."""
     heads, channels = x.shape[2:]
-    state = x.new_empty(plan.num_segments, heads, plan.modes, channels, dtype=torch.float32)
-    decay = x.new_empty(plan.num_segments, heads, plan.modes, dtype=torch.float32)
-    walk = tuning_for(x).states
-    states_kernel[plan.grid(x, walk)](
+    shape = (plan.num_segments, heads, plan.modes, channels)
+    state, incoming = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    decay = x.new_empty(shape[:3], dtype=torch.float32)
+    states_kernel[plan.states.grid](
         x,
         weights,
         total,
@@ -102,14 +131,13 @@ def _states_before_segments(
         None,
         state,
         decay,
-        *plan.sizes(x),
-        **plan.constants(x, read, walk),
+        *_sizes(x, chunks, plan),
+        **plan.states.constants,
         BACKWARD=backward,
         EVERY_CHUNK=False,
     )
-    incoming = torch.empty_like(state)
     block = min(block_size(channels), 256)
-    pass_kernel[(heads, plan.modes, triton.cdiv(channels, block))](
+    pass_kernel[(heads, plan.modes, ceil_div(channels, block))](
         state,
         decay,
         incoming,
@@ -131,53 +159,47 @@ def scan_forward(
     log_decay: Tensor,
     initial: Tensor,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y like u, the final state, and the states before the segments, for the backward pass."""
-    plan = _plan(u, read, cu_seqlens)
-    gamma, read_in, write_out, total = _mix(u, read, write, log_decay, plan)
-    incoming = _states_before_segments(u, write_out, total, initial, read, plan, backward=False)
+) -> tuple[Tensor, ...]:
+    """y like u, the final state, and for the backward pass: states before segments, mix weights."""
+    chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
+    plan = _plan_for(u, read.shape[-1], chunks)
+    mixed = mix(
+        read, write, log_decay, chunks, dtype=u.dtype, modes=plan.modes, warps=plan.tuning.mix
+    )
+    incoming = _states_before_segments(
+        u, mixed.write_out, mixed.total, initial, chunks, plan, backward=False
+    )
     y, final = torch.empty_like(u), torch.empty_like(initial)
-    walk = tuning_for(u).output
-    output_kernel[plan.grid(u, walk)](
+    output_kernel[plan.output.grid](
         u,
-        gamma,
-        read_in,
-        write_out,
-        total,
+        *mixed,
         initial,
         incoming,
         y,
         final,
-        *plan.sizes(u),
-        **plan.constants(u, read, walk),
+        *_sizes(u, chunks, plan),
+        **plan.output.constants,
     )
-    return y, final, incoming
+    return y, final, incoming, *mixed
 
 
 def _states_before_chunks(
-    u: Tensor,
-    write_out: Tensor,
-    total: Tensor,
-    initial: Tensor,
-    incoming: Tensor,
-    read: Tensor,
-    plan: _Plan,
+    u: Tensor, mixed: Mix, initial: Tensor, incoming: Tensor, chunks: ChunkList, plan: _Plan
 ) -> Tensor:
     """The state before every chunk, (N, H, BM, D) in the dtype of u."""
     heads, channels = u.shape[2:]
-    states = u.new_empty(plan.chunks.num_chunks, heads, plan.modes, channels)
-    walk = tuning_for(u).states
-    states_kernel[plan.grid(u, walk)](
+    states = u.new_empty(chunks.num_chunks, heads, plan.modes, channels)
+    states_kernel[plan.states.grid](
         u,
-        write_out,
-        total,
+        mixed.write_out,
+        mixed.total,
         initial,
         incoming,
         states,
         None,
         None,
-        *plan.sizes(u),
-        **plan.constants(u, read, walk),
+        *_sizes(u, chunks, plan),
+        **plan.states.constants,
         BACKWARD=False,
         EVERY_CHUNK=True,
     )
@@ -193,27 +215,26 @@ def scan_backward(
     log_decay: Tensor,
     initial: Tensor,
     incoming: Tensor,
+    mixed: Mix,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of u, read, write, log_decay and the initial state."""
-    plan = _plan(u, read, cu_seqlens)
-    gamma, read_in, write_out, total = _mix(u, read, write, log_decay, plan)
-    states = _states_before_chunks(u, write_out, total, initial, incoming, read, plan)
-    later = _states_before_segments(dy, read_in, total, dfinal, read, plan, backward=True)
-    walk = tuning_for(u).gradient
-    parts = (plan.grid(u, walk)[2], plan.chunks.num_chunks, u.shape[2])
+    chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
+    plan = _plan_for(u, read.shape[-1], chunks)
+    states = _states_before_chunks(u, mixed, initial, incoming, chunks, plan)
+    later = _states_before_segments(
+        dy, mixed.read_in, mixed.total, dfinal, chunks, plan, backward=True
+    )
+    parts = (plan.gradient.grid[2], chunks.num_chunks, u.shape[2])
     du, dinitial = torch.empty_like(u), torch.empty_like(initial)
     products = u.new_empty(*parts, CHUNK, CHUNK)
     read_state = u.new_empty(*parts, CHUNK, plan.modes, dtype=torch.float32)
     write_state = torch.empty_like(read_state)
     across = u.new_empty(*parts, plan.modes, dtype=torch.float32)
-    gradient_kernel[plan.grid(u, walk)](
+    gradient_kernel[plan.gradient.grid](
         u,
         dy,
-        gamma,
-        read_in,
-        write_out,
-        total,
+        *mixed,
         dfinal,
         later,
         states,
@@ -223,8 +244,8 @@ def scan_backward(
         read_state,
         write_state,
         across,
-        *plan.sizes(u),
-        **plan.constants(u, read, walk),
+        *_sizes(u, chunks, plan),
+        **plan.gradient.constants,
     )
     gradients = mix_backward(
         read,
@@ -234,7 +255,7 @@ def scan_backward(
         read_state,
         write_state,
         across,
-        plan.chunks,
-        warps=tuning_for(u).mix_backward,
+        chunks,
+        warps=plan.tuning.mix_backward,
     )
     return du, *gradients, dinitial

@@ -10,7 +10,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Walk(NamedTuple):
@@ -33,18 +32,18 @@ class Tuning(NamedTuple):
 
 
 # Hopper, measured on an H200; 16-bit inputs.
-HOPPER = Tuning(512, 2, 2, Walk(128, 4, 2), Walk(256, 4, 3), Walk(128, 4, 3))
+HOPPER = Tuning(512, 1, 2, Walk(128, 4, 2), Walk(256, 4, 3), Walk(128, 4, 3))
 # Anything else with 16-bit inputs: small enough for the shared memory of any card since Ampere.
-DEFAULT = Tuning(512, 2, 2, Walk(64, 4, 2), Walk(64, 4, 2), Walk(64, 4, 1))
+DEFAULT = Tuning(512, 1, 2, Walk(64, 4, 2), Walk(64, 4, 2), Walk(64, 4, 1))
 # float32 multiplies in full precision, without tensor cores.
 FLOAT32 = Tuning(512, 2, 2, Walk(32, 4, 1), Walk(32, 4, 1), Walk(32, 4, 1))
 
 
-def tuning_for(x: Tensor) -> Tuning:
-    """The launch parameters for tensors like x."""
-    if x.dtype == torch.float32:
+def tuning_for(dtype: torch.dtype, device: torch.device) -> Tuning:
+    """The launch parameters for tensors of this dtype, there."""
+    if dtype == torch.float32:
         return FLOAT32
-    if x.device.type == "cuda" and _capability(x.device) == (9, 0):
+    if device.type == "cuda" and _capability(device) == (9, 0):
         return HOPPER
     return DEFAULT
 
