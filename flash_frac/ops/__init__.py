@@ -8,6 +8,7 @@ from flash_frac.ops.api import (
     frac_scan,
     frac_step,
     resolve_backend,
+    uses_triton,
 )
 from flash_frac.ops.control import (
     Controls,
@@ -34,4 +35,5 @@ __all__ = [
     "log_prior",
     "mode_log_decay",
     "resolve_backend",
+    "uses_triton",
 ]

@@ -85,6 +85,14 @@ def resolve_backend(backend: str, u: Tensor) -> str:
     return backend
 
 
+def uses_triton(backend: str, x: Tensor) -> bool:
+    """Whether the operators around the scan are to be Triton kernels too, for tensors like x.
+
+    Not if there is nothing to compute: a kernel needs at least one program.
+    """
+    return resolve_backend(backend, x) == "triton" and x.numel() > 0
+
+
 def frac_scan(
     u: Tensor,
     read: Tensor,
@@ -120,7 +128,9 @@ def frac_scan(
     """
     _check_inputs(u, read, write, log_decay, ("B", "T", "H", "D"))
     num_states = u.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, u)
-    state = _state(initial_state, "initial_state", num_states, u, read)
+    state = initial_state
+    if state is not None:
+        state = _check_state(state, "initial_state", num_states, u, read)
     chosen = BACKENDS[resolve_backend(backend, u)]
     return ScanOutput(*chosen.scan(u, read, write, log_decay, state, cu_seqlens))
 
@@ -144,7 +154,7 @@ def frac_step(
         ScanOutput(y, state): y (B, H, D) like u; the new state, a new tensor.
     """
     _check_inputs(u, read, write, log_decay, ("B", "H", "D"))
-    state = _state(state, "state", u.shape[0], u, read)
+    state = _check_state(state, "state", u.shape[0], u, read)
     chosen = BACKENDS[resolve_backend(backend, u)]
     return ScanOutput(*chosen.step(u, read, write, log_decay, state))
 
@@ -174,12 +184,10 @@ def _check_inputs(
         )
 
 
-def _state(state: Tensor | None, name: str, num: int, u: Tensor, read: Tensor) -> Tensor:
-    """The state to start from, checked."""
+def _check_state(state: Tensor, name: str, num: int, u: Tensor, read: Tensor) -> Tensor:
+    """The state to start from; ValueError if it does not fit."""
     expected = (num, u.shape[-2], read.shape[-1], u.shape[-1])
     dtype = torch.promote_types(u.dtype, torch.float32)
-    if state is None:
-        return u.new_zeros(expected, dtype=dtype)
     if state.shape != expected:
         raise ValueError(f"{name} must have shape {expected}, got {tuple(state.shape)}")
     if state.dtype != dtype or state.device != u.device:

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_frac.ops.reference import zero_state
+
 # A token and head costs C*M exponentials and M*D/C elements of state; 16 measured fastest.
 CHUNK = 16
 GROUP = 16
@@ -253,10 +255,12 @@ def chunk_scan(
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial_state: Tensor,
+    initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "torch" of `frac_scan`: its arguments, the state given, in accumulation dtype."""
+    """Backend "torch" of `frac_scan`: the same arguments."""
+    if initial_state is None:
+        initial_state = zero_state(u, read, cu_seqlens)
     dtype, num_tokens = u.dtype, u.shape[1]
     if num_tokens == 0:
         return torch.zeros_like(u), initial_state

@@ -28,15 +28,24 @@ def step(
     return y_BHD.to(u_BHD.dtype), state_BHMD
 
 
+def zero_state(u: Tensor, read: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The state (N, H, M, D) of N sequences before their first token, in accumulation dtype."""
+    num = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    return u.new_zeros(num, u.shape[2], read.shape[3], u.shape[3], dtype=dtype)
+
+
 def recurrent_scan(
     u: Tensor,
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial_state: Tensor,
+    initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "recurrent" of `frac_scan`: the same arguments, the state given and in its dtype."""
+    """Backend "recurrent" of `frac_scan`: the same arguments."""
+    if initial_state is None:
+        initial_state = zero_state(u, read, cu_seqlens)
     if cu_seqlens is not None:
         parts = []
         for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):

@@ -57,6 +57,7 @@ def test_scan_kernels_compile(arch, packed, dtype):
         (walk.states_kernel, blocks | {"BACKWARD": True, "EVERY_CHUNK": False} | no_states, 4),
         (walk.states_kernel, blocks | {"BACKWARD": False, "EVERY_CHUNK": True} | no_segments, 4),
         (walk.output_kernel, blocks, 4),
+        (walk.output_kernel, blocks | {"initial": None}, 4),
         (walk.gradient_kernel, blocks, 4),
         (walk.pass_kernel, {"BM": 16, "BD": 256, "AHEAD": 8}, 1),
         (step.step_kernel, {"M": 16, "BM": 16, "BD": 64}, 1),

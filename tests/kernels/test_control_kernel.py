@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flash_frac.ops import ControlSettings, controls
 from flash_frac.ops.custom_ops.control import _control, fused_controls
-from flash_frac.ops.triton.control import expm1, log
+from flash_frac.ops.triton.exponential import expm1, log
 from tests.kernels.devices import DEVICE, DTYPES
 
 SWITCHES = {
@@ -27,7 +27,10 @@ SWITCHES = {
     "no_normalization": ControlSettings(normalization="none"),
     "exact_zoh": ControlSettings(beta="exact_zoh"),
 }
-NAMES = ("dyn_logits", "rw_logits", "dt_bias", "read_gate", "write_gate", "log_tau")
+RESULTS = ("read", "write", "log_decay")
+RESULTS += ("dyn_logits", "rw_logits", "dt_bias", "read_gate", "write_gate", "log_tau")
+# Tokens times heads behind a check, from one draw or several; fewer would leave it to luck.
+ROWS = 200
 
 
 def random_inputs(settings, *, batch=2, time=37, heads=3, modes=8, dtype=torch.float32):
@@ -65,28 +68,33 @@ def torch_form(inputs, settings, mask=None):
 
 
 def magnitudes(inputs, settings, mask, weights):
-    """Size of each gradient, or, where tokens are summed over, of the absolute values summed.
+    """Size of each gradient, or, where rows are summed over, of the absolute values summed.
 
-    Rounding in a sum is measured against its terms, which may cancel.
+    Rounding in a sum is measured against its terms, which may cancel. A row is a token of a head.
     """
-    mask = inputs[0].new_ones(inputs[0].shape[:2]) if mask is None else mask
-    inputs = [x.detach() for x in inputs]
+    dyn, rw, dt_bias, *shared = (x.detach() for x in inputs)
+    heads, modes, size = dt_bias.shape[0], shared[-1].shape[0], dyn.shape[:2]
+    mask = dyn.new_ones(size) if mask is None else mask
 
-    def loss(dyn, rw, mask, weights, *shared):
-        got = torch_form((dyn, rw, *shared), settings, mask)
+    def loss(dyn, rw, dt_bias, mask, weights, *shared):
+        got = torch_form((dyn, rw, dt_bias, *shared), settings, mask)
         return sum((x * w).sum() for x, w in zip(got, weights, strict=True))
 
-    of_token = torch.func.grad(loss, argnums=(0, 1, 4, 5, 6, 7))
-    tokens = [x.flatten(0, 1) for x in (inputs[0], inputs[1], mask)]
-    weights = tuple(w.flatten(0, 1) for w in weights)
-    gradients = torch.vmap(of_token, in_dims=(0, 0, 0, 0, None, None, None, None))(
-        *tokens, weights, *inputs[2:]
+    rows = (
+        dyn.unflatten(-1, (-1, heads)).transpose(-1, -2).flatten(0, 2),
+        rw.unflatten(-1, (2, heads, modes)).transpose(-2, -3).flatten(0, 2).flatten(1),
+        dt_bias.expand(*size, heads).reshape(-1, 1),
+        mask[..., None].expand(*size, heads).flatten(),
+        tuple(w.flatten(0, 2)[:, None] for w in weights),
     )
-    return [x.norm() for x in (*gradients[:2], *(x.abs().sum(0) for x in gradients[2:]))]
+    of_row = torch.func.grad(loss, argnums=(0, 1, 2, 5, 6, 7))
+    ddyn, drw, dbias, *dshared = torch.vmap(of_row, in_dims=(0,) * 5 + (None,) * 3)(*rows, *shared)
+    summed = (dbias.view(-1, heads), *dshared)
+    return [x.norm() for x in (ddyn, drw, *(x.abs().sum(0) for x in summed))]
 
 
-def check(inputs, settings, mask=None, dtype=torch.float32):
-    """Errors against float64 are at most twice those of the torch form plus a unit rounding."""
+def compare(inputs, settings, mask, dtype):
+    """Errors of the kernel and of the torch form, and a unit rounding, of all that is computed."""
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = torch_form(exact_inputs, settings, mask)
     weights = [torch.randn(x.shape, dtype=torch.float64).to(x) for x in exact]
@@ -104,42 +112,54 @@ def check(inputs, settings, mask=None, dtype=torch.float32):
     sizes = [x.norm() for x in exact]
     sizes += magnitudes(exact_inputs, settings, mask, weights)
     values = [(*got, *results[0]), (*plain, *results[1]), (*exact, *reference)]
-    for name, size, *triple in zip(
-        ("read", "write", "log_decay", *NAMES), sizes, *values, strict=True
-    ):
-        mine, theirs, truth = triple
-        rounding = torch.finfo(mine.dtype).eps / 2
-        allowed = 2 * ((theirs.double() - truth).norm() + rounding * size)
-        assert mine.shape == truth.shape, name
-        assert (mine.double() - truth).norm() <= allowed, name
+    errors = []
+    for size, mine, theirs, truth in zip(sizes, *values, strict=True):
+        assert mine.shape == truth.shape
+        both = [(x.double() - truth).norm().item() for x in (mine, theirs)]
+        errors.append([*both, torch.finfo(mine.dtype).eps / 2 * size.item()])
+    return errors
+
+
+def check(settings, *, mask=None, output_dtype=torch.float32, **sizes):
+    """Errors against float64 are at most twice those of the torch form plus a unit rounding.
+
+    The error of a few numbers, and that of a single one like the gradient of a gate the more, is a
+    matter of luck, in either form. So small inputs are drawn several times, and errors pooled.
+    """
+    draws, num_rows = [], 0
+    while num_rows < ROWS:
+        inputs = random_inputs(settings, **sizes)
+        draws.append(compare(inputs, settings, mask, output_dtype))
+        num_rows += inputs[0].shape[0] * inputs[0].shape[1] * inputs[2].shape[0]
+    pooled = torch.tensor(draws, dtype=torch.float64).norm(dim=0).tolist()
+    for name, (mine, theirs, rounding) in zip(RESULTS, pooled, strict=True):
+        assert mine <= 2 * (theirs + rounding), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_every_switch(name, dtype):
-    check(random_inputs(SWITCHES[name], dtype=dtype), SWITCHES[name])
+    check(SWITCHES[name], dtype=dtype)
 
 
 @pytest.mark.parametrize("time", [1, 37])
 @pytest.mark.parametrize("modes", [1, 4, 8, 16, 32])
 def test_sizes(modes, time):
-    settings = ControlSettings()
-    check(random_inputs(settings, time=time, modes=modes), settings)
+    check(ControlSettings(), time=time, modes=modes)
 
 
 @pytest.mark.parametrize("heads", [1, 17])
 def test_more_heads_than_a_block(heads):
-    settings = ControlSettings()
-    check(random_inputs(settings, time=5, heads=heads, modes=5), settings)
+    check(ControlSettings(), time=5, heads=heads, modes=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("name", ["default", "exact_prior"])
 def test_padding_is_an_identity_step(name, dtype):
     settings = SWITCHES[name]
-    inputs = random_inputs(settings)
     mask = (torch.rand(2, 37) < 0.7).to(DEVICE)
-    check(inputs, settings, mask.to(dtype))
+    check(settings, mask=mask.to(dtype))
+    inputs = random_inputs(settings)
     got = fused_controls(*inputs, settings=settings, mask=mask.to(dtype))
     assert (got.write[~mask] == 0).all() and (got.log_decay[~mask] == 0).all()
 
@@ -148,8 +168,7 @@ def test_padding_is_an_identity_step(name, dtype):
 def test_narrow_outputs(dtype):
     if dtype is None:
         pytest.skip("the interpreter computes float32 only")
-    settings = ControlSettings()
-    check(random_inputs(settings, dtype=dtype), settings, dtype=dtype)
+    check(ControlSettings(), dtype=dtype, output_dtype=dtype)
 
 
 @triton.jit
@@ -253,10 +272,10 @@ def test_operator_is_registered_well():
     inputs = random_inputs(ControlSettings(), time=3)
     ranges = [1e-4, 1.0, 0.2, 0.95, 0.25, 4.0, 1e-6]
     switches = (True, "sigmoid", True, True, "softmax", "one_minus_rho", torch.float32)
-    torch.library.opcheck(_control, (*inputs, None, None, ranges, *switches))
+    torch.library.opcheck(_control.registered, (*inputs, None, None, ranges, *switches))
     prior = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
     mask = torch.ones(2, 3, device=DEVICE)
-    torch.library.opcheck(_control, (*inputs, prior, mask, ranges, *switches))
+    torch.library.opcheck(_control.registered, (*inputs, prior, mask, ranges, *switches))
 
 
 def test_wrong_arguments():

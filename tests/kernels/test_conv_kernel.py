@@ -136,7 +136,8 @@ def test_opcheck(packed, given):
     inputs = tensors(shape, 3, num, torch.float32, bias=given, window=given)
     leaves = [None if t is None else t.requires_grad_() for t in inputs]
     where = (boundaries([1, 0, 3]), torch.tensor([0, 2, 2, 2]).int().to(DEVICE))
-    torch.library.opcheck(ops._causal_conv, (*leaves, *(where if packed else (None, None))))
+    arguments = (*leaves, *(where if packed else (None, None)))
+    torch.library.opcheck(ops._causal_conv.registered, arguments)
 
 
 @pytest.mark.parametrize("packed", [False, True])

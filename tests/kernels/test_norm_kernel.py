@@ -153,12 +153,12 @@ def leaf(*shape):
 
 def test_opcheck():
     x, weight = leaf(4, 6), leaf(6)
-    torch.library.opcheck(ops._rms_norm, (x, weight, EPS))
-    torch.library.opcheck(ops._add_rms_norm, (x, leaf(4, 6), weight, EPS))
+    torch.library.opcheck(ops._rms_norm.registered, (x, weight, EPS))
+    torch.library.opcheck(ops._add_rms_norm.registered, (x, leaf(4, 6), weight, EPS))
     gate = normal(4, 12).chunk(2, -1)[1].requires_grad_()
-    torch.library.opcheck(ops._gated_rms_norm, (x, gate, weight, None, None, EPS, 0.5))
+    torch.library.opcheck(ops._gated_rms_norm.registered, (x, gate, weight, None, None, EPS, 0.5))
     skip = (leaf(2, 3), leaf(4, 6))
-    torch.library.opcheck(ops._gated_rms_norm, (x, gate, weight, *skip, EPS, 0.5))
+    torch.library.opcheck(ops._gated_rms_norm.registered, (x, gate, weight, *skip, EPS, 0.5))
 
 
 def test_compiles_whole():

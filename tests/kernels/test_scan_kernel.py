@@ -143,11 +143,14 @@ def test_opcheck():
 
     inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 16, device=DEVICE)]
     state = torch.randn(1, 1, 4, 16, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(scan_op, (*inputs, state, None))
+    torch.library.opcheck(scan_op.registered, (*inputs, state, None))
     bounds = torch.tensor([0, 7, 40], device=DEVICE)
-    torch.library.opcheck(scan_op, (*inputs, torch.randn(2, 1, 4, 16, device=DEVICE), bounds))
+    torch.library.opcheck(
+        scan_op.registered, (*inputs, torch.randn(2, 1, 4, 16, device=DEVICE), bounds)
+    )
+    torch.library.opcheck(scan_op.registered, (*inputs, None, None))
     token = [x[:, 0].detach().contiguous() for x in inputs]
-    torch.library.opcheck(step_op, (*(x.requires_grad_() for x in token), state))
+    torch.library.opcheck(step_op.registered, (*(x.requires_grad_() for x in token), state))
 
 
 def test_auto_takes_the_kernels():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_frac.ops.control import Controls, ControlSettings, dynamics, log_prior
+from flash_frac.ops.custom_ops.operator import operator
 from flash_frac.ops.triton.control import ControlInputs, control_backward, control_forward
 from flash_frac.ops.triton.launch import refusal
 
@@ -54,10 +55,6 @@ def fused_controls(
     prior = None
     if settings.prior == "exact" and (settings.read_prior or settings.write_prior):
         prior = _exact_prior(dyn_logits, log_tau, settings)
-    free = settings.alpha_fixed is None
-    ranges = [getattr(settings, name) for name in _RANGES]
-    if not free:
-        ranges[2:4] = [settings.alpha_fixed] * 2
     return Controls(
         *_control(
             dyn_logits.contiguous(),
@@ -68,13 +65,7 @@ def fused_controls(
             log_tau.contiguous(),
             prior,
             None if mask is None else mask.contiguous(),
-            ranges,
-            free,
-            settings.lambda_map,
-            settings.read_prior,
-            settings.write_prior,
-            settings.normalization,
-            settings.beta,
+            *pack_settings(settings),
             dtype,
         )
     )
@@ -110,7 +101,17 @@ def _check(
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
-def _settings(
+def pack_settings(settings: ControlSettings) -> tuple:
+    """The settings as arguments of an operator, less the prior."""
+    free = settings.alpha_fixed is None
+    ranges = [getattr(settings, name) for name in _RANGES]
+    if not free:
+        ranges[2:4] = [settings.alpha_fixed] * 2
+    switches = (settings.lambda_map, settings.read_prior, settings.write_prior)
+    return (ranges, free, *switches, settings.normalization, settings.beta)
+
+
+def unpack_settings(
     ranges: Sequence[float],
     free: bool,
     lambda_map: str,
@@ -119,6 +120,7 @@ def _settings(
     normalization: str,
     beta: str,
 ) -> ControlSettings:
+    """The inverse of `pack_settings`."""
     return ControlSettings(
         **dict(zip(_RANGES, ranges, strict=True)),
         alpha_fixed=None if free else ranges[2],
@@ -130,7 +132,7 @@ def _settings(
     )
 
 
-@torch.library.custom_op("flash_frac::control", mutates_args=())
+@operator("control")
 def _control(
     dyn: Tensor,
     rw: Tensor,
@@ -150,7 +152,9 @@ def _control(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
-    settings = _settings(ranges, free, lambda_map, read_prior, write_prior, normalization, beta)
+    settings = unpack_settings(
+        ranges, free, lambda_map, read_prior, write_prior, normalization, beta
+    )
     return control_forward(inputs, settings, dtype)
 
 
@@ -161,7 +165,7 @@ def _(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask, *settings):
     return read, write, rw.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("flash_frac::control_backward", mutates_args=())
+@operator("control_backward")
 def _control_backward(
     dread: Tensor,
     dwrite: Tensor,
@@ -184,7 +188,9 @@ def _control_backward(
     need_log_tau: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
-    settings = _settings(ranges, free, lambda_map, read_prior, write_prior, normalization, beta)
+    settings = unpack_settings(
+        ranges, free, lambda_map, read_prior, write_prior, normalization, beta
+    )
     gradients = (dread.contiguous(), dwrite.contiguous(), dlog_decay.contiguous())
     return control_backward(inputs, gradients, settings, need_log_tau=need_log_tau)
 

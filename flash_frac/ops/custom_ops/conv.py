@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_frac.ops.api import check_cu_seqlens
+from flash_frac.ops.custom_ops.operator import operator
 from flash_frac.ops.triton.conv import MAX_TAPS, launch_conv_backward, launch_conv_forward
 from flash_frac.ops.triton.launch import refusal
 
@@ -69,7 +70,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
-@torch.library.custom_op("flash_frac::causal_conv", mutates_args=())
+@operator("causal_conv")
 def _causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -87,7 +88,7 @@ def _(x, weight, bias, window, cu_seqlens, sequence):
     return x.new_empty(x.shape), x.new_empty(num, x.shape[2], weight.shape[-1] - 1)
 
 
-@torch.library.custom_op("flash_frac::causal_conv_backward", mutates_args=())
+@operator("causal_conv_backward")
 def _causal_conv_backward(
     du: Tensor,
     dnew: Tensor | None,

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flash_frac.ops.custom_ops.operator import operator
 from flash_frac.ops.triton.launch import refusal
 from flash_frac.ops.triton.norm import (
     MAX_SIZE,
@@ -108,7 +109,7 @@ def _row_stride(x: Tensor) -> int | None:
     return x.stride(axes[-1]) if axes else x.shape[-1]
 
 
-@torch.library.custom_op("flash_frac::rms_norm", mutates_args=())
+@operator("rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return launch_norm_forward(x, None, weight, eps)[0]
 
@@ -118,7 +119,7 @@ def _(x, weight, eps):
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("flash_frac::add_rms_norm", mutates_args=())
+@operator("add_rms_norm")
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, z = launch_norm_forward(x, residual, weight, eps)
     assert z is not None
@@ -131,7 +132,7 @@ def _(x, residual, weight, eps):
     return y, torch.empty_like(y)
 
 
-@torch.library.custom_op("flash_frac::rms_norm_backward", mutates_args=())
+@operator("rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, dz: Tensor | None, z: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -172,7 +173,7 @@ _rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 _add_rms_norm.register_autograd(_add_norm_gradients, setup_context=_save_add_norm)
 
 
-@torch.library.custom_op("flash_frac::gated_rms_norm", mutates_args=())
+@operator("gated_rms_norm")
 def _gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -192,7 +193,7 @@ def _(x, gate, weight, skip, u, eps, gate_bias):
     return torch.empty_like(x, dtype=gate.dtype)
 
 
-@torch.library.custom_op("flash_frac::gated_rms_norm_backward", mutates_args=())
+@operator("gated_rms_norm_backward")
 def _gated_rms_norm_backward(
     dy: Tensor,
     x: Tensor,

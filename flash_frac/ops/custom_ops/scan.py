@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_frac.ops.custom_ops.operator import operator
+from flash_frac.ops.reference import zero_state
 from flash_frac.ops.triton import scan as kernels
 from flash_frac.ops.triton import step as step_kernels
 from flash_frac.ops.triton.mix import Mix
 
 
-@torch.library.custom_op("flash_frac::scan", mutates_args=())
+@operator("scan")
 def scan_op(
     u: Tensor,
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, the final state, and for the backward pass the states before segments and a `Mix`."""
@@ -31,22 +33,22 @@ def _(u, read, write, log_decay, initial, cu_seqlens):
     incoming, *mixed, total = kernels.kept_shapes(u, read.shape[-1], cu_seqlens)
     return (
         torch.empty_like(u),
-        torch.empty_like(initial),
+        u.new_empty(kernels.state_shape(u, read.shape[-1], cu_seqlens), dtype=torch.float32),
         u.new_empty(incoming, dtype=torch.float32),
         *(u.new_empty(shape) for shape in mixed),
         u.new_empty(total, dtype=torch.float32),
     )
 
 
-@torch.library.custom_op("flash_frac::scan_backward", mutates_args=())
+@operator("scan_backward")
 def scan_backward_op(
     dy: Tensor,
-    dfinal: Tensor,
+    dfinal: Tensor | None,
     u: Tensor,
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     incoming: Tensor,
     gamma: Tensor,
     read_in: Tensor,
@@ -54,28 +56,33 @@ def scan_backward_op(
     total: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, read, write, log_decay and the initial state."""
+    """Gradients of u, read, write, log_decay and the initial state, empty if there is none."""
     with torch.cuda.device_of(u):
         mixed = Mix(gamma, read_in, write_out, total)
-        return kernels.scan_backward(
+        du, dread, dwrite, dlog_decay, dinitial = kernels.scan_backward(
             dy, dfinal, u, read, write, log_decay, initial, incoming, mixed, cu_seqlens
         )
+    return du, dread, dwrite, dlog_decay, u.new_empty(0) if dinitial is None else dinitial
 
 
 @scan_backward_op.register_fake
 def _(dy, dfinal, u, read, write, log_decay, initial, *kept):
-    return tuple(torch.empty_like(x) for x in (u, read, write, log_decay, initial))
+    gradients = (torch.empty_like(x) for x in (u, read, write, log_decay))
+    return *gradients, u.new_empty(0) if initial is None else torch.empty_like(initial)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, cu_seqlens = inputs
     ctx.save_for_backward(*tensors, *output[2:], cu_seqlens)
-    ctx.set_materialize_grads(True)
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dy: Tensor, dfinal: Tensor, *unused: Tensor) -> tuple:
-    gradients = scan_backward_op(dy.contiguous(), dfinal.contiguous(), *ctx.saved_tensors)
-    return *gradients, None
+def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *unused: None) -> tuple:
+    u, initial = ctx.saved_tensors[0], ctx.saved_tensors[4]
+    dy = torch.zeros_like(u) if dy is None else dy.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    *gradients, dinitial = scan_backward_op(dy, dfinal, *ctx.saved_tensors)
+    return *gradients, None if initial is None else dinitial, None
 
 
 scan_op.register_autograd(_gradients, setup_context=_save)
@@ -86,18 +93,20 @@ def triton_scan(
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial_state: Tensor,
+    initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "triton" of `frac_scan`: its arguments, the state given."""
+    """Backend "triton" of `frac_scan`."""
     if u.shape[1] == 0:
-        return torch.zeros_like(u), initial_state
-    inputs = [x.contiguous() for x in (u, read, write, log_decay.float(), initial_state)]
-    y, final, *_ = scan_op(*inputs, cu_seqlens)
+        state = zero_state(u, read, cu_seqlens) if initial_state is None else initial_state
+        return torch.zeros_like(u), state
+    inputs = [x.contiguous() for x in (u, read, write, log_decay.float())]
+    state = None if initial_state is None else initial_state.contiguous()
+    y, final, *_ = scan_op(*inputs, state, cu_seqlens)
     return y, final
 
 
-@torch.library.custom_op("flash_frac::step", mutates_args=())
+@operator("step")
 def step_op(
     u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -36,20 +36,6 @@ def chunk_place(i_chunk, table, num_tokens, chunks_each, C: tl.constexpr, PACKED
     return sequence, row, length, first, last
 
 
-@triton.jit
-def expm1(x):
-    """exp(x) - 1 for x <= 0, with the digits of small x."""
-    series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
-    return tl.where(x > -0.3, series, tl.exp(x) - 1)
-
-
-@triton.jit
-def keep(b_state, b_decay):
-    """exp(b_decay) b_state, with the digits of a slow decay and nothing left of a fast one."""
-    b_slow = b_state + expm1(b_decay) * b_state
-    return tl.where(b_decay > -0.3, b_slow, tl.exp(b_decay) * b_state)
-
-
 class ChunkList(NamedTuple):
     """How many chunks there are, and where: by arithmetic, or by a table for packed sequences.
 

@@ -12,6 +12,7 @@ Letters: T tokens of all sequences, H heads, M modes, K = 3 dynamics logits (2 i
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,57 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_frac.ops.control import ControlSettings
+from flash_frac.ops.triton.exponential import exp, expm1, log
+from flash_frac.ops.triton.launch import block_size, ceil_div, launch
 
 # Rows times modes of a program, the most rows and the most heads among them. One warp, because with
 # 16 values a thread hardly two threads repeat the work of a row, and no reduction needs a barrier.
 _TILE, _MAX_ROWS, _MAX_HEADS, _NUM_WARPS = 512, 128, 16, 1
 # As in `ops/control.py`: exp(-88) is the smallest normal float32.
 _MOST_DECAY = -88.0
-
-
-@triton.jit
-def _exp_parts(x):
-    """scale, p with exp(x) = scale + scale p, for x <= 88; below -88 exp(x) is 0; NaN stays NaN.
-
-    scale = 2^n and p = expm1(x - n log 2), so that exp(x) - 1 = scale p + (scale - 1) cancels
-    nothing. Correct to about 1 ulp; tl.exp is so for small x only, and there is no tl.expm1.
-    """
-    x = tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL)
-    # Adding 1.5 2^23 rounds to an integer, and leaves it in the lowest bits.
-    shifted = x * 1.4426950408889634 + 12582912.0
-    n = shifted - 12582912.0
-    r = (x - n * 0.693359375) + n * 2.1219444005469057e-4
-    # Minimax of (expm1(r) - r) / r^2 on |r| <= log(2) / 2, to 1.4e-8 of expm1.
-    q = 0.04166722127479026 + r * (0.008367181319076726 + r * 0.0013882396385681158)
-    p = r + r * r * (0.4999999804173173 + r * (0.1666653867909244 + r * q))
-    scale = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
-    return scale, p
-
-
-@triton.jit
-def exp(x):
-    scale, p = _exp_parts(x)
-    return scale + scale * p
-
-
-@triton.jit
-def expm1(x):
-    scale, p = _exp_parts(x)
-    return scale * p + (scale - 1)
-
-
-@triton.jit
-def log(x):
-    """log of a positive normal number, as in fdlibm: x = 2^k (1 + f), s = f / (2 + f)."""
-    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
-    k = ((bits >> 23) - 127).to(tl.float32)
-    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1
-    s = f / (2 + f)
-    z = s * s
-    series = z * (0.66666662693 + z * (0.40000972152 + z * (0.28498786688 + z * 0.24279078841)))
-    half = 0.5 * f * f
-    result = k * 0.693359375 + (f - (half - (s * (half + series) - k * 2.1219444005469057e-4)))
-    return tl.where(x == x, result, x)
 
 
 @triton.jit
@@ -87,10 +45,20 @@ def clamped_softplus(x, low, high):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x of a normal x, to half an ulp, where 1 / x alone is off by up to two on a GPU.
+
+    tl.div_rn is as exact, but calls a subroutine that costs half the registers of a kernel.
+    """
+    inverse = 1 / x
+    return tl.fma(inverse, tl.fma(-x, inverse, 1.0), inverse)
+
+
+@triton.jit
 def sigmoid(x):
     """sigmoid and its derivative, neither from a difference of near numbers."""
     e = exp(-tl.abs(x))
-    inverse = 1 / (1 + e)
+    inverse = reciprocal(1 + e)
     return tl.where(x > 0, 1.0, e) * inverse, e * inverse * inverse
 
 
@@ -109,7 +77,9 @@ def _program():
 
 
 @triton.jit
-def _dynamics(p_dyn, p_bias, i_t, o_t, o_h, m_r, H, ranges, K: tl.constexpr, LAMBDA: tl.constexpr):
+def head_dynamics(
+    p_dyn, p_bias, i_t, o_t, o_h, m_r, H, ranges, K: tl.constexpr, LAMBDA: tl.constexpr
+):
     """delta, alpha, lam [BR], and the derivative of each by its logit."""
     dt_min, dt_max, alpha_min, alpha_span, lambda_min, lambda_max, lambda_span = ranges
     p_row = p_dyn + i_t * K * H + (o_t * K * H + o_h)
@@ -131,7 +101,7 @@ def _dynamics(p_dyn, p_bias, i_t, o_t, o_h, m_r, H, ranges, K: tl.constexpr, LAM
 
 
 @triton.jit
-def _decay(b_delta, b_alpha, b_lam, b_log_tau, low, high):
+def mode_decay(b_delta, b_alpha, b_lam, b_log_tau, low, high):
     """log(lam) / alpha [BR]; log_decay and where its clamp lets gradients pass [BR, BM]."""
     b_power = tl.div_rn(log(b_lam), b_alpha)
     b_rate = b_delta * exp(tl.minimum(b_power, 88.0, propagate_nan=tl.PropagateNan.ALL))
@@ -141,7 +111,7 @@ def _decay(b_delta, b_alpha, b_lam, b_log_tau, low, high):
 
 
 @triton.jit
-def _logits(p_rw, p_gate, b_prior, at, SIDE: tl.constexpr, PRIOR: tl.constexpr):
+def mode_logits(p_rw, p_gate, b_prior, at, SIDE: tl.constexpr, PRIOR: tl.constexpr):
     """Logits of the read (SIDE 0) or write weights [BR, BM], raw and with gate and prior; gate."""
     i_rw, o_rw, m_rm, side = at
     b_raw = tl.load(p_rw + i_rw + SIDE * side + o_rw, mask=m_rm, other=0.0).to(tl.float32)
@@ -153,7 +123,7 @@ def _logits(p_rw, p_gate, b_prior, at, SIDE: tl.constexpr, PRIOR: tl.constexpr):
 
 
 @triton.jit
-def _prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm):
+def mode_prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm):
     # [BR, BM]
     if p_prior is None:
         b_prior = -b_alpha[:, None] * b_log_tau[None, :]
@@ -163,11 +133,12 @@ def _prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm):
 
 
 @triton.jit
-def _weights(b_z, m_m, NORMALIZATION: tl.constexpr):
+def mode_weights(b_z, m_m, NORMALIZATION: tl.constexpr):
     if NORMALIZATION == "softmax":
         b_z = tl.where(m_m[None, :], b_z, float("-inf"))
         b_e = tl.where(m_m[None, :], exp(b_z - tl.max(b_z, 1)[:, None]), 0.0)
-        b_w = b_e * (1 / tl.sum(b_e, 1))[:, None]
+        # The gradient takes a mean by these weights, which must add up to 1 as nearly as can be.
+        b_w = b_e * reciprocal(tl.sum(b_e, 1))[:, None]
     elif NORMALIZATION == "sigmoid":
         b_w, _ = sigmoid(b_z)
     else:
@@ -229,21 +200,21 @@ def control_forward_kernel(
     i_rm, o_rm = i_t * H * M, (o_t * H + o_h)[:, None] * M + o_m[None, :]
     at = (2 * i_rm, o_rm + (o_t * H * M)[:, None], m_rm, H * M)
     ranges = (dt_min, dt_max, alpha_min, alpha_span, lambda_min, lambda_max, lambda_span)
-    b_delta, b_alpha, b_lam, _, _, _ = _dynamics(
+    b_delta, b_alpha, b_lam, _, _, _ = head_dynamics(
         p_dyn, p_bias, i_t, o_t, o_h, m_r, H, ranges, K, LAMBDA
     )
     # [BM]
     b_log_tau = tl.load(p_log_tau + o_m, mask=m_m, other=0.0)
     # [BR, BM]
-    _, b_log_decay, _ = _decay(b_delta, b_alpha, b_lam, b_log_tau, rho_min, rho_max)
+    _, b_log_decay, _ = mode_decay(b_delta, b_alpha, b_lam, b_log_tau, rho_min, rho_max)
     b_beta = -expm1(b_log_decay)
     if BETA == "exact_zoh":
         b_beta = b_beta * (1 / b_lam)[:, None]
-    b_prior = _prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm)
-    _, b_z, _, _ = _logits(p_rw, p_read_gate, b_prior, at, 0, READ_PRIOR)
-    tl.store(p_read + i_rm + o_rm, _weights(b_z, m_m, NORMALIZATION), mask=m_rm)
-    _, b_z, _, _ = _logits(p_rw, p_write_gate, b_prior, at, 1, WRITE_PRIOR)
-    b_write = _weights(b_z, m_m, NORMALIZATION) * b_beta
+    b_prior = mode_prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm)
+    _, b_z, _, _ = mode_logits(p_rw, p_read_gate, b_prior, at, 0, READ_PRIOR)
+    tl.store(p_read + i_rm + o_rm, mode_weights(b_z, m_m, NORMALIZATION), mask=m_rm)
+    _, b_z, _, _ = mode_logits(p_rw, p_write_gate, b_prior, at, 1, WRITE_PRIOR)
+    b_write = mode_weights(b_z, m_m, NORMALIZATION) * b_beta
     if p_mask is not None:
         m_token = (tl.load(p_mask + i_t + o_t, mask=m_r, other=0) != 0)[:, None]
         b_write = tl.where(m_token, b_write, 0.0)
@@ -269,7 +240,7 @@ def control_backward_kernel(
     at = (2 * i_rm, o_rm + (o_t * H * M)[:, None], m_rm, H * M)
     ranges = (dt_min, dt_max, alpha_min, alpha_span, lambda_min, lambda_max, lambda_span)
     # [BR]
-    b_delta, b_alpha, b_lam, b_delta_slope, b_alpha_slope, b_lam_slope = _dynamics(
+    b_delta, b_alpha, b_lam, b_delta_slope, b_alpha_slope, b_lam_slope = head_dynamics(
         p_dyn, p_bias, i_t, o_t, o_h, m_r, H, ranges, K, LAMBDA
     )
     # [BM]
@@ -281,18 +252,18 @@ def control_backward_kernel(
         m_live &= (tl.load(p_mask + i_t + o_t, mask=m_r, other=0) != 0)[:, None]
     b_dwrite = tl.load(p_dwrite + i_rm + o_rm, mask=m_live, other=0.0).to(tl.float32)
     b_dlog_decay = tl.load(p_dlog_decay + i_rm + o_rm, mask=m_live, other=0.0)
-    b_prior = _prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm)
-    b_raw, b_z, b_gate, b_slope = _logits(p_rw, p_read_gate, b_prior, at, 0, READ_PRIOR)
-    b_dz = _weights_backward(b_z, _weights(b_z, m_m, NORMALIZATION), b_dread, NORMALIZATION)
+    b_prior = mode_prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm)
+    b_raw, b_z, b_gate, b_slope = mode_logits(p_rw, p_read_gate, b_prior, at, 0, READ_PRIOR)
+    b_dz = _weights_backward(b_z, mode_weights(b_z, m_m, NORMALIZATION), b_dread, NORMALIZATION)
     _logits_backward(p_drw, p_dgates, b_raw, b_gate, b_slope, b_dz, at, 0)
     b_dprior = b_dz if READ_PRIOR else tl.zeros_like(b_dz)
-    b_power, b_log_decay, m_pass = _decay(b_delta, b_alpha, b_lam, b_log_tau, rho_min, rho_max)
+    b_power, b_log_decay, m_pass = mode_decay(b_delta, b_alpha, b_lam, b_log_tau, rho_min, rho_max)
     b_over_lam = 1 / b_lam
     b_beta = -expm1(b_log_decay)
     if BETA == "exact_zoh":
         b_dwrite *= b_over_lam[:, None]
-    b_raw, b_z, b_gate, b_slope = _logits(p_rw, p_write_gate, b_prior, at, 1, WRITE_PRIOR)
-    b_weights = _weights(b_z, m_m, NORMALIZATION)
+    b_raw, b_z, b_gate, b_slope = mode_logits(p_rw, p_write_gate, b_prior, at, 1, WRITE_PRIOR)
+    b_weights = mode_weights(b_z, m_m, NORMALIZATION)
     b_dz = _weights_backward(b_z, b_weights, b_dwrite * b_beta, NORMALIZATION)
     _logits_backward(p_drw, p_dgates, b_raw, b_gate, b_slope, b_dz, at, 1)
     b_dprior += b_dz if WRITE_PRIOR else tl.zeros_like(b_dz)
@@ -337,26 +308,32 @@ class ControlInputs(NamedTuple):
     mask: Tensor | None
 
 
-def _launch_arguments(
-    inputs: ControlInputs, settings: ControlSettings
-) -> tuple[tuple[int, int], tuple[Any, ...]]:
-    """The grid, and what both kernels take after their pointers."""
+@lru_cache(maxsize=64)
+def control_constants(settings: ControlSettings) -> tuple[Any, ...]:
+    """The settings as kernels take them: ranges, the number of dynamics logits, switches."""
     s, free = settings, settings.alpha_fixed is None
-    num_tokens = inputs.rw.shape[0] * inputs.rw.shape[1]
-    num_heads, num_modes = inputs.dt_bias.shape[0], inputs.log_tau.shape[0]
-    modes_block = triton.next_power_of_2(num_modes)
-    num_rows = min(max(_TILE // modes_block, 1), _MAX_ROWS)
-    heads_block = min(triton.next_power_of_2(num_heads), num_rows, _MAX_HEADS)
-    tokens_block = num_rows // heads_block
-    sizes = (num_tokens, num_heads, num_modes)
     alpha_range = (s.alpha_min if free else s.alpha_fixed, s.alpha_max - s.alpha_min)
     lambda_range = (s.lambda_min, s.lambda_max, s.lambda_max - s.lambda_min)
     log_rho_range = (math.log(s.rho_eps) if s.rho_eps else _MOST_DECAY, math.log1p(-s.rho_eps))
     ranges = (s.dt_min, s.dt_max, *alpha_range, *lambda_range, *log_rho_range)
     switches = (s.lambda_map, s.read_prior, s.write_prior, s.normalization, s.beta)
-    grid = (triton.cdiv(num_tokens, tokens_block), triton.cdiv(num_heads, heads_block))
+    return (*ranges, 3 if free else 2, *switches)
+
+
+def _launch_arguments(
+    inputs: ControlInputs, settings: ControlSettings
+) -> tuple[tuple[int, int], tuple[Any, ...]]:
+    """The grid, and what both kernels take after their pointers."""
+    num_tokens = inputs.rw.shape[0] * inputs.rw.shape[1]
+    num_heads, num_modes = inputs.dt_bias.shape[0], inputs.log_tau.shape[0]
+    modes_block = block_size(num_modes, smallest=1)
+    num_rows = min(max(_TILE // modes_block, 1), _MAX_ROWS)
+    heads_block = min(block_size(num_heads, smallest=1), num_rows, _MAX_HEADS)
+    tokens_block = num_rows // heads_block
+    sizes = (num_tokens, num_heads, num_modes)
+    grid = (ceil_div(num_tokens, tokens_block), ceil_div(num_heads, heads_block))
     blocks = (tokens_block, heads_block, modes_block)
-    return grid, (*sizes, *ranges, 3 if free else 2, *switches, *blocks)
+    return grid, (*sizes, *control_constants(settings), *blocks)
 
 
 def control_forward(
@@ -369,8 +346,15 @@ def control_forward(
     log_decay = rw.new_empty(shape, dtype=torch.float32)
     grid, arguments = _launch_arguments(inputs, settings)
     with torch.cuda.device_of(rw):
-        control_forward_kernel[grid](
-            *inputs, read, write, log_decay, *arguments, num_warps=_NUM_WARPS
+        launch(
+            control_forward_kernel,
+            grid,
+            *inputs,
+            read,
+            write,
+            log_decay,
+            *arguments,
+            num_warps=_NUM_WARPS,
         )
     return read, write, log_decay
 
@@ -394,6 +378,6 @@ def control_backward(
     dlog_tau = new(num_programs, inputs.log_tau.shape[0]) if need_log_tau else None
     with torch.cuda.device_of(inputs.rw):
         pointers = (*inputs, *gradients, ddyn, drw, dprior, dbias, dgates, dlog_tau)
-        control_backward_kernel[grid](*pointers, *arguments, num_warps=_NUM_WARPS)
+        launch(control_backward_kernel, grid, *pointers, *arguments, num_warps=_NUM_WARPS)
     dlog_tau = new(0) if dlog_tau is None else dlog_tau.sum(0)
     return ddyn, drw, dbias.sum(0), dgates.sum(0), dlog_tau, new(0) if dprior is None else dprior

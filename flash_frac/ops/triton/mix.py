@@ -24,10 +24,22 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_frac.ops.triton.chunks import CHUNK, LEVELS, ChunkList, chunk_place
+from flash_frac.ops.triton.exponential import exp
+from flash_frac.ops.triton.launch import launch
 
-# Sums are kept in powers of two, which the hardware raises.
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _unit(PRECISION: tl.constexpr):
+    """In what log_decay is summed: powers of two, which the hardware raises, or of e."""
+    return 1.0 if PRECISION == "ieee" else LOG2_E
+
+
+@triton.jit
+def _power(b_x, PRECISION: tl.constexpr):
+    """The unit to the x: approximately for tf32, or to the last digit."""
+    return exp(b_x) if PRECISION == "ieee" else tl.exp2(b_x)
 
 
 @triton.jit
@@ -50,10 +62,23 @@ def _double(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, B
 
 
 @triton.jit
-def _split(b_read, b_write, b_prefix, b_suffix, o_t, LEVEL: tl.constexpr):
+def _halve(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+    """Gradients of what goes into `_double`, from those of what comes out."""
+    N: tl.constexpr = C >> (LEVEL + 1)
+    later = (tl.arange(0, 2) == 1)[None, :, None]
+    b_prefixes = tl.sum(tl.reshape(b_prefix, [N, 2, 1 << LEVEL, BM]), 2)
+    b_suffixes = tl.sum(tl.reshape(b_suffix, [N, 2, 1 << LEVEL, BM]), 2)
+    b_first = b_total + tl.sum(tl.where(later, b_prefixes, 0.0), 1)
+    b_second = b_total + tl.sum(tl.where(later, 0.0, b_suffixes), 1)
+    b_halves = tl.where(later, b_second[:, None, :], b_first[:, None, :])
+    return tl.reshape(b_halves, [2 * N, BM]), b_prefix, b_suffix
+
+
+@triton.jit
+def _split(b_read, b_write, b_prefix, b_suffix, o_t, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
     """Reads of later halves and writes of earlier ones, decayed to their boundary; 0 elsewhere."""
     later = (((o_t >> LEVEL) & 1) == 1)[:, None]
-    b_decayed = tl.exp2(tl.where(later, b_prefix, b_suffix))
+    b_decayed = _power(tl.where(later, b_prefix, b_suffix), PRECISION)
     b_q = tl.where(later, b_read * b_decayed, 0.0)
     b_k = tl.where(later, 0.0, b_write * b_decayed)
     return later, b_decayed, b_q, b_k
@@ -87,7 +112,7 @@ def mix_kernel(
     # [C, BM]
     b_read = tl.load(read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(write + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * LOG2_E
+    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * _unit(PRECISION)
 
     # [C, C]
     b_same = tl.sum(b_read * b_write, 1)
@@ -96,7 +121,7 @@ def mix_kernel(
     o_xor = o_t[:, None] ^ o_t[None, :]
     b_total, b_prefix, b_suffix = b_decay, b_decay, tl.zeros_like(b_decay)
     for level in tl.static_range(LEVELS):
-        _, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level)
+        _, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level, PRECISION)
         b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if level < LEVELS - 1:
             b_pairs = tl.where((o_xor >> level) == 1, b_pairs, 0.0)
@@ -105,10 +130,11 @@ def mix_kernel(
 
     i_place = i_chunk * H + i_h
     o_place = i_place * C * BM + o_t[:, None] * BM + o_m
-    b_in, b_out = b_read * tl.exp2(b_prefix), b_write * tl.exp2(b_suffix)
+    b_in = b_read * _power(b_prefix, PRECISION)
+    b_out = b_write * _power(b_suffix, PRECISION)
     tl.store(read_in + o_place, b_in.to(read_in.dtype.element_ty))
     tl.store(write_out + o_place, b_out.to(write_out.dtype.element_ty))
-    tl.store(total + i_place * BM + o_m, tl.reshape(b_total, [BM]) * LOG_2)
+    tl.store(total + i_place * BM + o_m, tl.reshape(b_total, [BM]) / _unit(PRECISION))
     o_gamma = i_place * C * C + o_t[:, None] * C + o_t[None, :]
     tl.store(gamma + o_gamma, b_gamma.to(gamma.dtype.element_ty))
 
@@ -146,7 +172,7 @@ def mix_backward_kernel(
     # [C, BM]
     b_read = tl.load(read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(write + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * LOG2_E
+    b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * _unit(PRECISION)
 
     # Sums over the blocks of channels.
     i_place = i_chunk * H + i_h
@@ -167,30 +193,38 @@ def mix_backward_kernel(
     b_turned = tl.trans(b_pair)
     b_dread, b_dwrite = tl.zeros_like(b_in), tl.zeros_like(b_out)
     o_xor = o_t[:, None] ^ o_t[None, :]
+    terms = ()
     b_total, b_prefix, b_suffix = b_decay, b_decay, tl.zeros_like(b_decay)
     for level in tl.static_range(LEVELS):
-        later, b_decayed, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level)
+        later, b_decayed, b_q, b_k = _split(
+            b_read, b_write, b_prefix, b_suffix, o_t, level, PRECISION
+        )
         m_split = (o_xor >> level) == 1
         b_read_part = tl.dot(tl.where(m_split, b_pair, 0.0), b_k, input_precision=PRECISION)
         b_write_part = tl.dot(tl.where(m_split, b_turned, 0.0), b_q, input_precision=PRECISION)
-        b_dread += tl.where(later, b_read_part * b_decayed, 0.0)
-        b_dwrite += tl.where(later, 0.0, b_write_part * b_decayed)
+        b_read_part = tl.where(later, b_read_part * b_decayed, 0.0)
+        b_write_part = tl.where(later, 0.0, b_write_part * b_decayed)
+        terms = terms + (b_read * b_read_part + b_write * b_write_part,)  # noqa: RUF005
+        b_dread += b_read_part
+        b_dwrite += b_write_part
         b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
 
     # Reads of the state before the chunk, writes to the one after it, and what crosses it all.
-    b_out *= tl.exp2(b_suffix)
-    b_dread += b_in * tl.exp2(b_prefix)
-    b_dwrite += b_out
-    b_across = b_across * tl.exp2(tl.reshape(b_total, [BM])) + tl.sum(b_write * b_out, 0)
-    # A log_decay scales every path from a write before it to a read at it or after it: all paths
-    # that end there or later, less those that also begin there or later.
-    b_terms = b_read * b_dread - b_write * b_dwrite
-    b_total, b_prefix, b_suffix = b_terms, b_terms, tl.zeros_like(b_terms)
-    for level in tl.static_range(LEVELS):
-        b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
-    b_ddecay = b_terms + b_suffix + b_across[None, :]
-    tl.store(dread + o_x, (b_dread + b_same * b_write).to(dread.dtype.element_ty), mask=m_x)
-    tl.store(dwrite + o_x, (b_dwrite + b_same * b_read).to(dwrite.dtype.element_ty), mask=m_x)
+    b_in *= _power(b_prefix, PRECISION)
+    b_out *= _power(b_suffix, PRECISION)
+    b_across *= _power(tl.reshape(b_total, [BM]), PRECISION)
+    # From the sums back to what was summed, the longest blocks first.
+    b_dtotal, b_dprefix, b_dsuffix = b_across[None, :], b_read * b_in, b_write * b_out
+    for level in tl.static_range(LEVELS - 1, -1, -1):
+        b_dtotal, b_dprefix, b_dsuffix = _halve(b_dtotal, b_dprefix, b_dsuffix, level, C, BM)
+        later = (((o_t >> level) & 1) == 1)[:, None]
+        b_dprefix += tl.where(later, terms[level], 0.0)
+        b_dsuffix += tl.where(later, 0.0, terms[level])
+    b_ddecay = b_dprefix + b_dtotal
+    b_dread += b_in + b_same * b_write
+    b_dwrite += b_out + b_same * b_read
+    tl.store(dread + o_x, b_dread.to(dread.dtype.element_ty), mask=m_x)
+    tl.store(dwrite + o_x, b_dwrite.to(dwrite.dtype.element_ty), mask=m_x)
     tl.store(dlog_decay + o_x, b_ddecay, mask=m_x)
 
 
@@ -220,7 +254,9 @@ def mix(
     read_in = read.new_empty(*places, CHUNK, modes, dtype=dtype)
     write_out = torch.empty_like(read_in)
     total = read.new_empty(*places, modes, dtype=torch.float32)
-    mix_kernel[places](
+    launch(
+        mix_kernel,
+        places,
         read,
         write,
         log_decay,
@@ -256,7 +292,9 @@ def mix_backward(
     """Gradients of read, write and log_decay, from partial results (P, N, H, ...) of the walk."""
     heads, num_modes = read.shape[-2:]
     dread, dwrite, dlog_decay = (torch.empty_like(x) for x in (read, write, log_decay))
-    mix_backward_kernel[(chunks.num_chunks, heads)](
+    launch(
+        mix_backward_kernel,
+        (chunks.num_chunks, heads),
         read,
         write,
         log_decay,

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.triton.launch import block_size, ceil_div
+from flash_frac.ops.triton.launch import block_size, ceil_div, launch
 
 MAX_SIZE = 8192
-# Elements of a block of rows, at least; elements of it that a thread holds; most warps for it.
-BLOCK, PER_THREAD, MAX_WARPS = 2048, 8, 16
+# Elements of a block of rows, at least, and elements of it that a thread holds: more in the forward
+# kernels, which have registers to spare. Most warps for a block.
+FORWARD, BACKWARD, MAX_WARPS = (4096, 32), (2048, 8), 16
 # Warps on a multiprocessor; the gradient of the gated norm fills the registers with half.
 WARPS, GATED_BACKWARD_WARPS = 32, 16
 # Programs where there are no multiprocessors, in the interpreter.
@@ -169,11 +170,14 @@ def gated_norm_backward_kernel(
         tl.store(p_dskip + o_part, tl.sum(b_dskip, 0), mask=m_n)
 
 
-def tile(x: Tensor, warps_on_a_processor: int = WARPS) -> tuple[int, int, int, int]:
+def tile(
+    x: Tensor, shape: tuple[int, int], warps_on_a_processor: int = WARPS
+) -> tuple[int, int, int, int]:
     """Rows of a block, its width, warps, and number of programs, for the rows of x."""
     width = block_size(x.shape[-1], smallest=1)
-    rows = max(1, BLOCK // width)
-    num_warps = min(rows * width // (32 * PER_THREAD), MAX_WARPS)
+    block, per_thread = shape
+    rows = max(1, block // width)
+    num_warps = min(max(1, rows * width // (32 * per_thread)), MAX_WARPS)
     num_blocks = ceil_div(x.numel() // x.shape[-1], rows)
     if not x.is_cuda:
         return rows, width, num_warps, min(num_blocks, INTERPRETED_PROGRAMS)
@@ -189,10 +193,12 @@ def launch_norm_forward(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = torch.empty_like(x, dtype=dtype)
     z = None if residual is None else torch.empty_like(y)
-    rows, width, num_warps, num_programs = tile(x)
+    rows, width, num_warps, num_programs = tile(x, FORWARD)
     size = x.shape[-1]
     with torch.cuda.device_of(x):
-        norm_forward_kernel[(num_programs,)](
+        launch(
+            norm_forward_kernel,
+            (num_programs,),
             x, residual, weight, y, z, x.numel() // size, size, eps,
             BR=rows, BN=width, num_warps=num_warps,
         )  # fmt: skip
@@ -204,11 +210,13 @@ def launch_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx (also of the residual) like z, and dweight."""
     dx = torch.empty_like(z)
-    rows, width, num_warps, num_programs = tile(z)
+    rows, width, num_warps, num_programs = tile(z, BACKWARD)
     size = z.shape[-1]
     partial = z.new_empty(num_programs, size, dtype=torch.float32)
     with torch.cuda.device_of(z):
-        norm_backward_kernel[(num_programs,)](
+        launch(
+            norm_backward_kernel,
+            (num_programs,),
             dy, dz, z, weight, dx, partial, z.numel() // size, size, eps,
             BR=rows, BN=width, num_warps=num_warps,
         )  # fmt: skip
@@ -227,10 +235,12 @@ def launch_gated_norm_forward(
 ) -> Tensor:
     """y in the dtype of gate, whose rows are stride_gate apart; the rest is contiguous."""
     y = torch.empty_like(x, dtype=gate.dtype)
-    rows, width, num_warps, num_programs = tile(x)
+    rows, width, num_warps, num_programs = tile(x, FORWARD)
     size = x.shape[-1]
     with torch.cuda.device_of(x):
-        gated_norm_forward_kernel[(num_programs,)](
+        launch(
+            gated_norm_forward_kernel,
+            (num_programs,),
             x, gate, weight, skip, u, y,
             x.numel() // size, size, stride_gate, eps, gate_bias,
             BR=rows, BN=width, num_warps=num_warps,
@@ -252,12 +262,14 @@ def launch_gated_norm_backward(
     """dx, dgate (contiguous), dweight, and if there is a skip its gradient and du."""
     dx, dgate = torch.empty_like(x), torch.empty_like(x, dtype=gate.dtype)
     du = None if u is None else torch.empty_like(u)
-    rows, width, num_warps, num_programs = tile(x, GATED_BACKWARD_WARPS)
+    rows, width, num_warps, num_programs = tile(x, BACKWARD, GATED_BACKWARD_WARPS)
     size = x.shape[-1]
     dweight = x.new_empty(num_programs, size, dtype=torch.float32)
     dskip = None if skip is None else torch.empty_like(dweight)
     with torch.cuda.device_of(x):
-        gated_norm_backward_kernel[(num_programs,)](
+        launch(
+            gated_norm_backward_kernel,
+            (num_programs,),
             dy, x, gate, weight, skip, u, dx, dgate, du, dweight, dskip,
             x.numel() // size, size, stride_gate, eps, gate_bias,
             BR=rows, BN=width, num_warps=num_warps,

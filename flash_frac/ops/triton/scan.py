@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_frac.ops.triton.chunks import CHUNK, ChunkList, chunk_list, count_chunks
-from flash_frac.ops.triton.launch import block_size, ceil_div
+from flash_frac.ops.triton.launch import block_size, ceil_div, launch
 from flash_frac.ops.triton.mix import Mix, mix, mix_backward
 from flash_frac.ops.triton.tuning import Tuning, Walk, tuning_for
 from flash_frac.ops.triton.walk import (
@@ -78,8 +78,13 @@ def _plan(
         }
         return _Launch((num_segments, heads, ceil_div(channels, width)), constants)
 
-    walks = (launch(walk) for walk in (tuning.states, tuning.output, tuning.gradient))
-    return _Plan(per_segment, num_segments, modes, tuning, *walks)
+    walks = (tuning.states, tuning.output, tuning.gradient)
+    return _Plan(per_segment, num_segments, modes, tuning, *map(launch, walks))
+
+
+def forget_plans() -> None:
+    """Plan anew, after another tuning was chosen."""
+    _plan.cache_clear()
 
 
 def _plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> _Plan:
@@ -90,6 +95,12 @@ def _plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> _Plan:
 def _sizes(u: Tensor, chunks: ChunkList, plan: _Plan) -> tuple:
     """What all walks take: the list of chunks, the segments, and H and D."""
     return (*chunks.arguments, chunks.num_chunks, plan.per_segment, *u.shape[2:])
+
+
+def state_shape(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """(N, H, M, D), for N sequences."""
+    num = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return num, u.shape[2], num_modes, u.shape[3]
 
 
 def kept_shapes(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> list[tuple[int, ...]]:
@@ -111,7 +122,7 @@ def _states_before_segments(
     x: Tensor,
     weights: Tensor,
     total: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     chunks: ChunkList,
     plan: _Plan,
     *,
@@ -122,7 +133,9 @@ def _states_before_segments(
     shape = (plan.num_segments, heads, plan.modes, channels)
     state, incoming = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
     decay = x.new_empty(shape[:3], dtype=torch.float32)
-    states_kernel[plan.states.grid](
+    launch(
+        states_kernel,
+        plan.states.grid,
         x,
         weights,
         total,
@@ -137,7 +150,9 @@ def _states_before_segments(
         EVERY_CHUNK=False,
     )
     block = min(block_size(channels), 256)
-    pass_kernel[(heads, plan.modes, ceil_div(channels, block))](
+    launch(
+        pass_kernel,
+        (heads, plan.modes, ceil_div(channels, block)),
         state,
         decay,
         incoming,
@@ -157,10 +172,13 @@ def scan_forward(
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """y like u, the final state, and for the backward pass: states before segments, mix weights."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y like u, the final state, and for the backward pass: states before segments, mix weights.
+
+    Without an initial state, sequences begin with zeros.
+    """
     chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
     plan = _plan_for(u, read.shape[-1], chunks)
     mixed = mix(
@@ -169,8 +187,11 @@ def scan_forward(
     incoming = _states_before_segments(
         u, mixed.write_out, mixed.total, initial, chunks, plan, backward=False
     )
-    y, final = torch.empty_like(u), torch.empty_like(initial)
-    output_kernel[plan.output.grid](
+    y = torch.empty_like(u)
+    final = u.new_empty(state_shape(u, read.shape[-1], cu_seqlens), dtype=torch.float32)
+    launch(
+        output_kernel,
+        plan.output.grid,
         u,
         *mixed,
         initial,
@@ -184,12 +205,14 @@ def scan_forward(
 
 
 def _states_before_chunks(
-    u: Tensor, mixed: Mix, initial: Tensor, incoming: Tensor, chunks: ChunkList, plan: _Plan
+    u: Tensor, mixed: Mix, initial: Tensor | None, incoming: Tensor, chunks: ChunkList, plan: _Plan
 ) -> Tensor:
     """The state before every chunk, (N, H, BM, D) in the dtype of u."""
     heads, channels = u.shape[2:]
     states = u.new_empty(chunks.num_chunks, heads, plan.modes, channels)
-    states_kernel[plan.states.grid](
+    launch(
+        states_kernel,
+        plan.states.grid,
         u,
         mixed.write_out,
         mixed.total,
@@ -208,17 +231,20 @@ def _states_before_chunks(
 
 def scan_backward(
     dy: Tensor,
-    dfinal: Tensor,
+    dfinal: Tensor | None,
     u: Tensor,
     read: Tensor,
     write: Tensor,
     log_decay: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     incoming: Tensor,
     mixed: Mix,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, read, write, log_decay and the initial state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of u, read, write, log_decay and, if there is one, the initial state.
+
+    Without dfinal, nothing depends on the final state.
+    """
     chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
     plan = _plan_for(u, read.shape[-1], chunks)
     states = _states_before_chunks(u, mixed, initial, incoming, chunks, plan)
@@ -226,12 +252,14 @@ def scan_backward(
         dy, mixed.read_in, mixed.total, dfinal, chunks, plan, backward=True
     )
     parts = (plan.gradient.grid[2], chunks.num_chunks, u.shape[2])
-    du, dinitial = torch.empty_like(u), torch.empty_like(initial)
+    du, dinitial = torch.empty_like(u), None if initial is None else torch.empty_like(initial)
     products = u.new_empty(*parts, CHUNK, CHUNK)
     read_state = u.new_empty(*parts, CHUNK, plan.modes, dtype=torch.float32)
     write_state = torch.empty_like(read_state)
     across = u.new_empty(*parts, plan.modes, dtype=torch.float32)
-    gradient_kernel[plan.gradient.grid](
+    launch(
+        gradient_kernel,
+        plan.gradient.grid,
         u,
         dy,
         *mixed,

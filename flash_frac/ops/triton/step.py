@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.triton.chunks import keep
-from flash_frac.ops.triton.launch import block_size, ceil_div
+from flash_frac.ops.triton.exponential import keep
+from flash_frac.ops.triton.launch import block_size, ceil_div, launch
 
 
 @triton.jit
@@ -49,7 +49,9 @@ def step(
     num_modes = read.shape[-1]
     y, new_state = torch.empty_like(u), torch.empty_like(state)
     block = min(block_size(channels), 64)
-    step_kernel[(batch * heads, ceil_div(channels, block))](
+    launch(
+        step_kernel,
+        (batch * heads, ceil_div(channels, block)),
         u,
         read,
         write,

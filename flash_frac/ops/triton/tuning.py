@@ -1,4 +1,4 @@
-"""Launch parameters per class of GPU, measured ahead: nothing is tuned at first use.
+"""Launch parameters per class of GPU, measured ahead: nothing is tuned unless `autotune` is asked.
 
 programs: how many the walks are cut into, roughly, by their segments; mix, mix_backward:
 warps of the kernels in `mix.py`; channels, warps and stages of a program of each walk.
@@ -39,8 +39,14 @@ DEFAULT = Tuning(512, 1, 2, Walk(64, 4, 2), Walk(64, 4, 2), Walk(64, 4, 1))
 FLOAT32 = Tuning(512, 2, 2, Walk(32, 4, 1), Walk(32, 4, 1), Walk(32, 4, 1))
 
 
+# What `autotune.py` has found, in this process.
+CHOSEN: dict[tuple[torch.dtype, torch.device], Tuning] = {}
+
+
 def tuning_for(dtype: torch.dtype, device: torch.device) -> Tuning:
     """The launch parameters for tensors of this dtype, there."""
+    if (dtype, device) in CHOSEN:
+        return CHOSEN[dtype, device]
     if dtype == torch.float32:
         return FLOAT32
     if device.type == "cuda" and _capability(device) == (9, 0):

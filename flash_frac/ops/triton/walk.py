@@ -15,13 +15,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_frac.ops.triton.chunks import chunk_place, keep
+from flash_frac.ops.triton.chunks import chunk_place
+from flash_frac.ops.triton.exponential import keep
 
 
 @triton.jit
 def _move(b_state, b_total, b_weights, b_x, PRECISION: tl.constexpr):
     """The state after a chunk: [BM, BD] from [BM], [BM, C] and [C, BD]."""
     return keep(b_state, b_total[:, None]) + tl.dot(b_weights, b_x, input_precision=PRECISION)
+
+
+@triton.jit
+def _begin(b_state, given, o_given, m_state, begins):
+    """The state of a sequence where one begins: what is given, or zeros."""
+    b_given = tl.zeros_like(b_state)
+    if given is not None:
+        b_given = tl.load(given + o_given, mask=m_state & begins, other=0.0)
+    return tl.where(begins, b_given, b_state)
 
 
 @triton.jit
@@ -72,9 +82,8 @@ def states_kernel(
             i_chunk, table, num_tokens, chunks_each, C, PACKED
         )
         begins = last if BACKWARD else first
-        o_initial = (sequence * H + i_h) * M * D
-        b_initial = tl.load(initial + o_initial + o_state, mask=m_state & begins, other=0.0)
-        b_state = tl.where(begins, b_initial, b_state)
+        o_initial = (sequence * H + i_h) * M * D + o_state
+        b_state = _begin(b_state, initial, o_initial, m_state, begins)
         b_decay = tl.where(begins, -1e4, b_decay)
         i_place = i_chunk * H + i_h
         if EVERY_CHUNK:
@@ -158,8 +167,7 @@ def output_kernel(
             i_chunk, table, num_tokens, chunks_each, C, PACKED
         )
         o_sequence = (sequence * H + i_h) * M * D + o_state
-        b_initial = tl.load(initial + o_sequence, mask=m_state & first, other=0.0)
-        b_state = tl.where(first, b_initial, b_state)
+        b_state = _begin(b_state, initial, o_sequence, m_state, first)
         i_place = i_chunk * H + i_h
         o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * D + o_d
         m_x = (o_t < length)[:, None] & m_d
@@ -222,8 +230,7 @@ def gradient_kernel(
             i_chunk, table, num_tokens, chunks_each, C, PACKED
         )
         o_sequence = (sequence * H + i_h) * M * D + o_state
-        b_final = tl.load(dfinal + o_sequence, mask=m_state & last, other=0.0)
-        b_state = tl.where(last, b_final, b_state)
+        b_state = _begin(b_state, dfinal, o_sequence, m_state, last)
         i_place = i_chunk * H + i_h
         i_part = i_d.to(tl.int64) * num_chunks * H + i_place
         o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * D + o_d
@@ -254,4 +261,5 @@ def gradient_kernel(
         b_total = tl.load(total + i_place * BM + o_m)
         b_in = tl.load(read_in + i_place * C * BM + o_t[None, :] * BM + o_m[:, None])
         b_state = _move(b_state, b_total, b_in, b_dy, PRECISION)
-        tl.store(dinitial + o_sequence, b_state, mask=m_state & first)
+        if dinitial is not None:
+            tl.store(dinitial + o_sequence, b_state, mask=m_state & first)

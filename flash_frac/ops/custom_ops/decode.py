@@ -1,0 +1,168 @@
+"""One token of the convolution and of the scan as operators that update their states in place.
+
+Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops.control import ControlSettings
+from flash_frac.ops.custom_ops.control import pack_settings, unpack_settings
+from flash_frac.ops.custom_ops.operator import operator
+from flash_frac.ops.triton.decode import control_step, conv_step
+from flash_frac.ops.triton.launch import refusal
+
+
+def fused_conv_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    *,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """silu of the convolution at one token, which then enters the window; it has no gradient.
+
+    Args:
+        x: (B, I), its last axis contiguous: half of a (B, 2 I) projection will do.
+        weight: (I, 1, K), the last tap for this token; bias: (I,) or None.
+        window: (B, I, K - 1) inputs before it, contiguous; overwritten.
+        mask: (B,), 0 at padding, which leaves the window as it is.
+
+    Returns:
+        u (B, I), like x.
+    """
+    (batch, channels), taps = x.shape, weight.shape[-1]
+    shapes = [("weight", weight, (channels, 1, taps)), ("bias", bias, (channels,))]
+    shapes += [("window", window, (batch, channels, taps - 1)), ("mask", mask, (batch,))]
+    _check("fused_conv_step", x, shapes)
+    return _conv_step(x, weight, bias, window, mask)
+
+
+def fused_control_step(
+    u: Tensor,
+    dyn_logits: Tensor,
+    rw_logits: Tensor,
+    dt_bias: Tensor,
+    read_gate_logit: Tensor,
+    write_gate_logit: Tensor,
+    log_tau: Tensor,
+    state: Tensor,
+    *,
+    settings: ControlSettings,
+    mask: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_bias: float = 0.0,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """Controls and `frac_step` of one token, and what follows; it has no gradient.
+
+    Args:
+        u: (B, H, D), contiguous.
+        dyn_logits (B, 3 H), or 2 H with a fixed alpha; rw_logits (B, 2 H M); dt_bias (H,), gate
+            logits (1,) and log_tau (M,), all as in `fused_controls`.
+        state: (B, H, M, D) float32, contiguous; overwritten.
+        settings: with the asymptotic prior.
+        mask: (B,), 0 at padding, which leaves the state as it is.
+        gate: (B, H D), its last axis contiguous; None for y alone. gate_bias is added to it.
+        skip: (H, D) of the direct term, if there is a gate; None for none.
+
+    Returns:
+        y, or (y + skip u) silu(gate + gate_bias) with a gate; (B, H, D), like u.
+    """
+    if settings.prior != "asymptotic":
+        raise ValueError(
+            f"fused_control_step needs the asymptotic prior, got {settings.prior!r}; "
+            "use fused_controls and frac_step"
+        )
+    (batch, heads, channels), modes = u.shape, log_tau.shape[0]
+    num_dynamics = 3 if settings.alpha_fixed is None else 2
+    shapes = [
+        ("u", u, (batch, heads, channels)),
+        ("dyn_logits", dyn_logits, (batch, num_dynamics * heads)),
+        ("rw_logits", rw_logits, (batch, 2 * heads * modes)),
+        ("dt_bias", dt_bias, (heads,)),
+        ("read_gate_logit", read_gate_logit, (1,)),
+        ("write_gate_logit", write_gate_logit, (1,)),
+        ("log_tau", log_tau, (modes,)),
+        ("state", state, (batch, heads, modes, channels)),
+        ("mask", mask, (batch,)),
+        ("skip", skip, (heads, channels)),
+    ]
+    _check("fused_control_step", u.flatten(1), shapes)
+    if gate is not None and (gate.shape != (batch, heads * channels) or gate.stride(1) != 1):
+        raise ValueError(
+            f"gate must have shape {(batch, heads * channels)} and a contiguous last axis, "
+            f"got {tuple(gate.shape)} with strides {gate.stride()}"
+        )
+    times = (t.float() for t in (dt_bias, read_gate_logit, write_gate_logit, log_tau))
+    inputs = (u, dyn_logits, rw_logits, *times, state, mask, gate, gate_bias, skip)
+    return _control_step(*inputs, *pack_settings(settings))
+
+
+def _check(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tuple]]) -> None:
+    if reason := refusal(x):
+        raise ValueError(f"{function} cannot run here: {reason}")
+    if x.stride(1) != 1:
+        raise ValueError(f"x must be contiguous in its last axis, got strides {x.stride()}")
+    for name, tensor, shape in shapes:
+        if tensor is None:
+            continue
+        if tensor.shape != shape or not (tensor.is_contiguous() or name == "mask"):
+            raise ValueError(
+                f"{name} must have shape {tuple(shape)} and be contiguous, "
+                f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, *(tensor for _, tensor, _ in shapes))
+    ):
+        raise ValueError(f"{function} has no gradient; call it under torch.no_grad()")
+
+
+@operator("conv_step", mutates=("window",))
+def _conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, mask: Tensor | None
+) -> Tensor:
+    return conv_step(x, weight, bias, window, None if mask is None else mask.contiguous())
+
+
+@_conv_step.register_fake
+def _(x, weight, bias, window, mask):
+    return x.new_empty(x.shape)
+
+
+@operator("control_step", mutates=("state",))
+def _control_step(
+    u: Tensor,
+    dyn: Tensor,
+    rw: Tensor,
+    dt_bias: Tensor,
+    read_gate: Tensor,
+    write_gate: Tensor,
+    log_tau: Tensor,
+    state: Tensor,
+    mask: Tensor | None,
+    gate: Tensor | None,
+    gate_bias: float,
+    skip: Tensor | None,
+    ranges: Sequence[float],
+    free: bool,
+    lambda_map: str,
+    read_prior: bool,
+    write_prior: bool,
+    normalization: str,
+    beta: str,
+) -> Tensor:
+    settings = unpack_settings(
+        ranges, free, lambda_map, read_prior, write_prior, normalization, beta
+    )
+    mask = None if mask is None else mask.contiguous()
+    inputs = (u, dyn, rw, dt_bias, read_gate, write_gate, log_tau, state, mask, gate)
+    return control_step(*inputs, gate_bias, skip, settings)
+
+
+@_control_step.register_fake
+def _(u, *rest):
+    return torch.empty_like(u)

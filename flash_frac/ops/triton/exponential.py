@@ -1,0 +1,58 @@
+"""Exponentials and a logarithm to float32's last digit; Triton's own are fast and approximate."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp_parts(x):
+    """scale, p with exp(x) = scale + scale p, for x <= 88; below -88 exp(x) is 0; NaN stays NaN.
+
+    scale = 2^n and p = expm1(x - n log 2), so that exp(x) - 1 = scale p + (scale - 1) cancels
+    nothing. Correct to about 1 ulp; tl.exp is so for small x only, and there is no tl.expm1.
+    """
+    x = tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL)
+    # Adding 1.5 2^23 rounds to an integer, and leaves it in the lowest bits.
+    shifted = x * 1.4426950408889634 + 12582912.0
+    n = shifted - 12582912.0
+    r = (x - n * 0.693359375) + n * 2.1219444005469057e-4
+    # Minimax of (expm1(r) - r) / r^2 on |r| <= log(2) / 2, to 1.4e-8 of expm1.
+    q = 0.04166722127479026 + r * (0.008367181319076726 + r * 0.0013882396385681158)
+    p = r + r * r * (0.4999999804173173 + r * (0.1666653867909244 + r * q))
+    scale = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
+    return scale, p
+
+
+@triton.jit
+def exp(x):
+    scale, p = exp_parts(x)
+    return scale + scale * p
+
+
+@triton.jit
+def expm1(x):
+    scale, p = exp_parts(x)
+    return scale * p + (scale - 1)
+
+
+@triton.jit
+def log(x):
+    """log of a positive normal number, as in fdlibm: x = 2^k (1 + f), s = f / (2 + f)."""
+    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
+    k = ((bits >> 23) - 127).to(tl.float32)
+    f = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1
+    s = f / (2 + f)
+    z = s * s
+    series = z * (0.66666662693 + z * (0.40000972152 + z * (0.28498786688 + z * 0.24279078841)))
+    half = 0.5 * f * f
+    result = k * 0.693359375 + (f - (half - (s * (half + series) - k * 2.1219444005469057e-4)))
+    return tl.where(x == x, result, x)
+
+
+@triton.jit
+def keep(b_state, b_decay):
+    """exp(b_decay) b_state, with the digits of a slow decay and nothing left of a fast one."""
+    b_scale, b_p = exp_parts(b_decay)
+    return b_scale * b_state + (b_scale * b_p) * b_state

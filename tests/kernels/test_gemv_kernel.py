@@ -1,0 +1,54 @@
+"""A linear layer on a few vectors: against float64, with every part on and off."""
+
+import itertools
+
+import pytest
+import torch
+
+from flash_frac.layers import rms_norm
+from flash_frac.ops.custom_ops.gemv import MOST_VECTORS, _norm_linear, fused_norm_linear
+from flash_frac.ops.testing import relative_error
+from tests.kernels.devices import DEVICE, DTYPES
+
+
+def inputs(dtype, num_outputs, size, batch, parts):
+    generator = torch.Generator().manual_seed(num_outputs + size)
+    shapes = [(batch, 2 * size), (num_outputs, size), (num_outputs,), (size,), (batch, num_outputs)]
+    tensors = [torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes]
+    x, weight, *rest = tensors
+    return x[:, :size], weight, *(t if on else None for t, on in zip(rest, parts, strict=True))
+
+
+def plain(x, weight, bias, norm_weight, residual):
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, 1e-6).to(x.dtype)
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_outputs", "size"), [(2050, 33), (48, 2049), (7, 4096), (1, 1)])
+@pytest.mark.parametrize("batch", [1, MOST_VECTORS])
+def test_error(dtype, num_outputs, size, batch):
+    for parts in itertools.product((True, False), repeat=3):
+        given = inputs(dtype, num_outputs, size, batch, parts)
+        exact = plain(*(None if t is None else t.double() for t in given))
+        x, weight, bias, norm_weight, residual = given
+        y = fused_norm_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual)
+        error, usual = relative_error(y, exact), relative_error(plain(*given), exact)
+        assert y.dtype == dtype
+        assert error <= 2 * (usual + torch.finfo(dtype).eps / 2)
+
+
+def test_operator():
+    given = inputs(torch.float32, 20, 40, 2, (True, True, True))
+    x, weight, bias, norm_weight, residual = given
+    torch.library.opcheck(_norm_linear.registered, (x, weight, bias, norm_weight, 1e-6, residual))
+
+
+def test_errors():
+    x, weight, *_ = inputs(torch.float32, 4, 8, 2, (False, False, False))
+    with pytest.raises(ValueError, match=r"x must be at most 4 vectors"):
+        fused_norm_linear(x.repeat(3, 1), weight)
+    with pytest.raises(ValueError, match=r"residual must have shape \(2, 4\)"):
+        fused_norm_linear(x, weight, residual=x)

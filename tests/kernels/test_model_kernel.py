@@ -1,0 +1,160 @@
+"""Whole models on the kernels: against float64, in training, reading and decoding."""
+
+import pytest
+import torch
+
+from flash_frac.generation import Generator
+from flash_frac.layers import FracMixer, RMSNorm
+from flash_frac.ops.testing import relative_error
+from tests.kernels.devices import DEVICE, DTYPES
+from tests.models.conftest import make_model
+
+SIZES = {"num_hidden_layers": 2, "frac_num_modes": 4}
+
+
+def build(dtype, backend, **changes):
+    model = make_model(torch.float64, **SIZES | changes).to(DEVICE, dtype)
+    for module in model.modules():
+        if isinstance(module, FracMixer | RMSNorm):
+            module.backend = backend
+    return model
+
+
+def models(dtype, **changes):
+    """On the kernels, in plain torch, and in float64; with the same weights, rounded alike."""
+    kernels, plain = (build(dtype, backend, **changes) for backend in ("triton", "torch"))
+    exact = build(torch.float64, "torch", **changes)
+    exact.load_state_dict({k: v.double() for k, v in plain.state_dict().items()})
+    return kernels, plain, exact
+
+
+def tokens(batch, length):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, 61, (batch, length), generator=generator).to(DEVICE)
+
+
+def assert_as_good(got, usual, exact, dtype, name):
+    bound = 2 * (relative_error(usual, exact) + torch.finfo(dtype).eps / 2)
+    assert relative_error(got, exact) <= bound, name
+
+
+CASES = {
+    "plain": {},
+    "padded": {"mask": True},
+    "packed": {"packed": True},
+    "no D, no bias": {"config": {"frac_use_D": False, "frac_conv_bias": False}},
+    "fixed alpha": {"config": {"frac_alpha_fixed": 0.5, "frac_gate_bias_init": 0.5}},
+    "exact prior": {"config": {"frac_prior": "exact"}},
+}
+
+
+def forward_arguments(case, ids):
+    if case.get("mask"):
+        mask = torch.ones_like(ids)
+        mask[0, :7], mask[1, 3] = 0, 0
+        return {"attention_mask": mask}
+    if case.get("packed"):
+        return {"cu_seqlens": torch.tensor([0, 9, 9, ids.shape[1]], device=DEVICE)}
+    return {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_training(dtype, case):
+    case = CASES[case]
+    ids = tokens(1 if case.get("packed") else 2, 40)
+    arguments = forward_arguments(case, ids)
+    results = []
+    for model in models(dtype, **case.get("config", {})):
+        output = model.train()(ids, labels=ids, **arguments)
+        output.loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        results.append({"logits": output.logits, "loss": output.loss} | gradients)
+    got, usual, exact = results
+    few = [name for name in exact if exact[name].numel() < 100]
+    for name in exact:
+        if name not in few:
+            assert_as_good(*(r[name].detach() for r in results), dtype, name)
+    # The error of a few numbers is a matter of luck: the worst of all, against the worst.
+    worst = [max(relative_error(r[n].detach(), exact[n]) for n in few) for r in (got, usual)]
+    assert worst[0] <= 2 * (worst[1] + torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_reading_and_decoding(dtype, case):
+    """In pieces, then token by token; the states too."""
+    case = CASES[case]
+    batch = 1 if case.get("packed") else 2
+    ids = tokens(batch, 45)
+    arguments = forward_arguments(case, ids[:, :30])
+    results = []
+    for model in models(dtype, **case.get("config", {})):
+        output = model(ids[:, :30], use_cache=True, **arguments)
+        found, cache = {"first": output.logits}, output.past_key_values
+        rest = ids[:, 30:].expand(3, -1) if case.get("packed") else ids[:, 30:]
+        found["piece"] = model(rest[:, :7], past_key_values=cache).logits
+        for t in range(7, 15):
+            found[f"token {t}"] = model(rest[:, t : t + 1], past_key_values=cache).logits
+        found |= {f"state {n}": state.clone() for n, state in enumerate(cache.tensors())}
+        results.append(found)
+    for name in results[0]:
+        assert_as_good(*(r[name] for r in results), dtype, name)
+
+
+@torch.no_grad()
+def test_a_mask_on_one_token():
+    """A padded token leaves the state of its sequence as it is, and those of others not."""
+    model = build(torch.float32, "triton")
+    ids = tokens(2, 12)
+    cache = model(ids[:, :10], use_cache=True).past_key_values
+    before = [x.clone() for x in cache.tensors()]
+    mask = torch.tensor([[1], [0]], device=DEVICE)
+    model(ids[:, 10:11], past_key_values=cache, attention_mask=mask)
+    for old, new in zip(before, cache.tensors(), strict=True):
+        assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
+
+
+@torch.no_grad()
+def test_hooks_and_adapters_are_not_passed_by():
+    """What wraps or watches a part of a block sees every token."""
+    model = build(torch.float32, "triton")
+    ids = tokens(1, 3)
+    seen = []
+    model.model.layers[0].mixer.in_proj.register_forward_hook(lambda *a: seen.append(1))
+    cache = model(ids[:, :2], use_cache=True).past_key_values
+    model(ids[:, 2:], past_key_values=cache)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_generator(batch):
+    """Token for token as Hugging Face's loop on the same kernels; graphs, where there are any."""
+    model = build(torch.float32, "triton")
+    ids = tokens(batch, 12)
+    generator = Generator(model)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for _ in range(3):
+        assert torch.equal(generator.generate(ids, max_new_tokens=6), expected)
+
+
+def test_compiling():
+    """Forward and a training step in one graph each, with the kernels in it as operators."""
+    compiler = "inductor" if DEVICE == "cuda" else "aot_eager"
+    model = build(torch.float32, "triton").train()
+    ids = tokens(2, 40)
+
+    def step(ids):
+        return model(ids, labels=ids, use_cache=False).loss
+
+    with torch.no_grad():
+        expected = model(ids).logits
+        compiled = torch.compile(model, fullgraph=True, backend=compiler)
+        torch.testing.assert_close(compiled(ids).logits, expected)
+    gradients = []
+    for function in (step, torch.compile(step, fullgraph=True, backend=compiler)):
+        model.zero_grad()
+        function(ids).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
