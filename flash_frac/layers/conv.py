@@ -13,6 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_frac.ops import uses_triton
+
+# The most taps that the kernel takes.
+_MOST_TAPS = 8
+
 
 class ConvOutput(NamedTuple):
     """u: (B, T, I); window: (N, I, K - 1), the last inputs of each sequence."""
@@ -29,6 +34,7 @@ def causal_conv(
     window: Tensor | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> ConvOutput:
     """Convolve, starting each sequence from its window.
 
@@ -39,8 +45,14 @@ def causal_conv(
         mask: (B, T), 0 at padding. Padding is stepped over: real tokens are convolved as if it
             were not there.
         cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1; excludes a mask.
+        backend: as in `frac_scan`. Rows with a mask are always left to torch.
     """
     num_taps = weight.shape[-1]
+    if mask is None and num_taps <= _MOST_TAPS and uses_triton(backend, x):
+        from flash_frac.ops.custom_ops.conv import fused_causal_conv
+
+        conv = fused_causal_conv(x, weight, bias, window=window, cu_seqlens=cu_seqlens)
+        return ConvOutput(*conv)
     past = num_taps - 1
     num = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if window is None:

@@ -26,6 +26,7 @@ from flash_frac.ops import (
     controls,
     frac_scan,
     frac_step,
+    uses_triton,
 )
 
 # Names of the tensors that carry time: float32 whatever the dtype of the rest.
@@ -125,7 +126,7 @@ class FracMixer(nn.Module):
         self.conv1d = nn.Conv1d(inner, inner, conv_kernel, groups=inner, bias=conv_bias)
         self.dyn_proj = nn.Linear(inner, self.num_dynamics * num_heads)
         self.rw_proj = nn.Linear(inner, 2 * num_heads * num_modes, bias=False)
-        self.out_norm = GatedRMSNorm(inner, norm_eps, gate_bias)
+        self.out_norm = GatedRMSNorm(inner, norm_eps, gate_bias, backend=backend)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
         values = self.initial_time_values()
         for name in ("dt_bias", "read_residual_logit", "write_residual_scale"):
@@ -210,6 +211,7 @@ class FracMixer(nn.Module):
             window=None if state is None else state.conv,
             mask=attention_mask,
             cu_seqlens=cu_seqlens,
+            backend=self.backend,
         )
         read, write, log_decay = self.controls(inner_x, u, attention_mask)
         u = u.unflatten(-1, (self.num_heads, -1))
@@ -228,15 +230,29 @@ class FracMixer(nn.Module):
                 cu_seqlens=cu_seqlens,
                 backend=self.backend,
             )
-        y = y if self.D is None else y + self.D * u
-        return self.out_proj(self.out_norm(y.flatten(-2), gate)), MixerState(recurrent, window)
+        skip = None if self.D is None else (self.D, u)
+        return self.out_proj(self.out_norm(y, gate, skip)), MixerState(recurrent, window)
 
     def controls(self, inner_x: Tensor, u: Tensor, mask: Tensor | None = None) -> Controls:
         """Read, write and log_decay (B, T, H, M), from (B, T, I) before and after the conv."""
-        logits = self.dyn_proj(inner_x).unflatten(-1, (self.num_dynamics, -1)).unbind(-2)
-        read_logit, write_logit = (
-            self.rw_proj(u).unflatten(-1, (2, self.num_heads, self.num_modes)).unbind(-3)
-        )
+        dyn_logits, rw_logits = self.dyn_proj(inner_x), self.rw_proj(u)
+        if uses_triton(self.backend, rw_logits):
+            from flash_frac.ops.custom_ops.control import fused_controls
+
+            return fused_controls(
+                dyn_logits,
+                rw_logits,
+                self.dt_bias,
+                self.read_residual_logit,
+                self.write_residual_scale,
+                self.base_log_tau,
+                settings=self.settings,
+                mask=mask,
+            )
+        logits = dyn_logits.unflatten(-1, (self.num_dynamics, -1)).unbind(-2)
+        read_logit, write_logit = rw_logits.unflatten(
+            -1, (2, self.num_heads, self.num_modes)
+        ).unbind(-3)
         return controls(
             logits[0] + self.dt_bias,
             None if self.num_dynamics == 2 else logits[1],

@@ -35,6 +35,11 @@ class FracCache(DynamicCache):
         """False: `generate` is not to compile unasked, as it does not for a `DynamicCache`."""
         return False
 
+    def tensors(self) -> list[Tensor]:
+        """The memory of all layers that have seen tokens: recurrent states and windows."""
+        states = (_tensor(x) for y in self.layers for x in (y.recurrent_states, y.conv_states))  # pyright: ignore
+        return [state for state in states if state is not None]
+
     def reset(self) -> None:
         """Empty the cache, keeping its memory."""
         super().reset()
@@ -57,8 +62,17 @@ def read_state(cache: Cache, layer_idx: int) -> MixerState | None:
 
 
 def write_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
-    """Replace the state of a layer."""
+    """Replace the state of a layer, in the same memory once there is some."""
     layer: Any = cache.layers[layer_idx]
+    if cache.has_previous_state(layer_idx) and not getattr(layer, "record_past", False):
+        for mine, new in (
+            (_tensor(layer.recurrent_states), state.recurrent),
+            (_tensor(layer.conv_states), state.conv),
+        ):
+            # A step in place has written it already.
+            if mine is not new:
+                mine.copy_(new)  # pyright: ignore[reportOptionalMemberAccess]
+        return
     cache.update_conv_state(state.conv, layer_idx)
     # transformers 5.10 would make the recurrent state in the dtype of the window.
     layer.dtype = state.recurrent.dtype

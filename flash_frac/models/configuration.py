@@ -34,6 +34,8 @@ class FracConfig(PreTrainedConfig):
         initializer_range: standard deviation of initial weights.
         rms_norm_eps: of all norms.
         tie_word_embeddings: whether the head shares the embedding.
+        fuse_linear_cross_entropy: in training with labels, compute the loss without the logits of
+            all tokens in memory, and return none.
         frac_num_modes (M), frac_conv_kernel (K), frac_conv_bias: of the mixer.
         frac_dt_min, frac_dt_max, frac_alpha_min, frac_alpha_max, frac_lambda_min, frac_lambda_max,
         frac_lambda_map, frac_rho_eps: of `flash_frac.ops.ControlSettings`.
@@ -75,6 +77,7 @@ class FracConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
+    fuse_linear_cross_entropy: bool = False
     frac_expand: float = 2.0
     frac_num_modes: int = 8
     frac_conv_kernel: int = 4

@@ -61,7 +61,11 @@ def local_mask(
             f"attention_mask must have shape {expected}, got {tuple(attention_mask.shape)}"
         )
     mask = attention_mask[:, attention_mask.shape[1] - num_tokens :]
-    # Without padding the mask costs a reordering that changes nothing.
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool((mask != 0).all()):
-        return None
-    return mask
+    # Without padding the mask costs a reordering that changes nothing. Looking waits for a GPU:
+    # once a forward pass over many tokens, but not for each token that is decoded.
+    on_cpu = mask.device.type == "cpu"
+    if torch.compiler.is_compiling() or not (on_cpu or num_tokens > 1):
+        return mask
+    if not on_cpu and torch.cuda.is_current_stream_capturing():
+        return mask
+    return None if bool((mask != 0).all()) else mask

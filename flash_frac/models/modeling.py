@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -20,10 +21,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from flash_frac.layers import TIME_PARAMETERS, FracMixer, RMSNorm
+from flash_frac.layers.decode import step_in_place, steps_in_place
 from flash_frac.models.cache import FracCache, read_state, write_state
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.inputs import check_inputs, local_mask
 from flash_frac.ops import check_cu_seqlens
+from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
 
 logger = logging.get_logger(__name__)
 
@@ -69,6 +72,9 @@ class FracBlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
+        alone = cu_seqlens is None and steps_in_place(self.norm, self.mixer, hidden_states)
+        if alone and state is not None:
+            return step_in_place(self.norm, self.mixer, hidden_states, state, attention_mask)
         mixed, state = self.mixer(
             self.norm(hidden_states),
             state=state,
@@ -202,6 +208,31 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FracCache(self.config)
 
+    def _fused_loss(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """What `loss_function` gives, from the hidden states."""
+        items = num_items_in_batch
+        if isinstance(items, int):
+            items = torch.tensor(items, device=hidden_states.device)
+        # Labels are shifted, not the states, which are many times larger.
+        if shift_labels is None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        return linear_cross_entropy(
+            hidden_states,
+            self.lm_head.weight,
+            shift_labels,
+            ignore_index=ignore_index,
+            num_items=None if items is None else items.to(hidden_states.device),
+        )
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -225,7 +256,8 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
             The rest as in `FracModel`.
 
         Returns:
-            logits (B, T, V) float32, loss, past_key_values, hidden_states.
+            logits (B, T, V) float32, loss, past_key_values, hidden_states. In training with labels
+            and config.fuse_linear_cross_entropy, logits are None: they are never all in memory.
         """
         outputs = self.model(
             input_ids,
@@ -237,15 +269,20 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
             return_dict=True,
             cu_seqlens=cu_seqlens,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept]).float()
-        loss = None
-        if labels is not None:
+        logits, loss = None, None
+        if labels is not None and self.training and self.config.fuse_linear_cross_entropy:
+            loss = self._fused_loss(outputs.last_hidden_state, labels, **kwargs)
+        else:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.lm_head(outputs.last_hidden_state[:, kept]).float()
+        if labels is not None and loss is None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         output = CausalLMOutputWithPast(
-            loss=loss,
+            loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

@@ -1,0 +1,245 @@
+"""Fast generation: the prompt in one parallel pass, then tokens from a CUDA graph.
+
+The state of a Frac model has a fixed size, so that a token costs the same kernels at the same
+addresses whatever came before. They are recorded once and replayed, and the chosen token goes from
+one replay to the next without the host. On a CPU the same calls run one by one.
+Letters: B batch, T tokens of the prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_frac.models import FracCache, FracForCausalLM
+
+# The prompt is taken in pieces of at most so many tokens, in memory that does not grow with it.
+PIECE = 4096
+# How many replays pass between two looks at whether all sequences have ended.
+LOOK_EVERY = 32
+
+
+class Generator:
+    """Generates with one model, keeping the state of one batch and the graphs recorded for it.
+
+    A new batch size makes new states and graphs; so does moving or casting the model. A length of
+    prompt is recorded when it comes up for the second time.
+
+    Args:
+        model: on any device, in eval mode.
+
+    Example:
+        >>> generator = Generator(model)
+        >>> ids = generator.generate(input_ids, max_new_tokens=100)
+    """
+
+    def __init__(self, model: FracForCausalLM) -> None:
+        if model.training:
+            raise ValueError("model must be in eval mode; call model.eval()")
+        self.model = model
+        self._session: _Session | None = None
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Read prompts (B, T) from an empty state; logits (B, V) float32 of the token after each.
+
+        Args:
+            attention_mask: (B, T), 0 at padding, which goes to the left.
+        """
+        if input_ids.ndim != 2 or input_ids.numel() == 0:
+            raise ValueError(
+                f"input_ids must have shape (B, T) and a token, got {tuple(input_ids.shape)}"
+            )
+        if attention_mask is not None:
+            if attention_mask.shape != input_ids.shape:
+                raise ValueError(
+                    f"attention_mask must have shape {tuple(input_ids.shape)}, "
+                    f"got {tuple(attention_mask.shape)}"
+                )
+            if not bool((attention_mask[:, -1] != 0).all()):
+                raise ValueError(
+                    "attention_mask must be 1 at the last token of every prompt; pad on the left"
+                )
+            if bool((attention_mask != 0).all()):
+                attention_mask = None
+        session = self._open(input_ids.shape[0])
+        session.reset()
+        for start in range(0, input_ids.shape[1], PIECE):
+            piece = slice(start, start + PIECE)
+            mask = None if attention_mask is None else attention_mask[:, piece]
+            session.read(input_ids[:, piece], mask)
+        return session.logits.clone()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+    ) -> Tensor:
+        """Continue prompts greedily.
+
+        Args:
+            input_ids: (B, T), shorter prompts padded on the left.
+            max_new_tokens: how many tokens to add at most.
+            attention_mask: (B, T), 0 at padding; None if there is none.
+            eos_token_id: ends a sequence; when all have ended, generation stops. None: never.
+            pad_token_id: fills the rest of sequences that have ended; by default eos_token_id.
+
+        Returns:
+            (B, T + new) the prompts and what follows them.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        self.prefill(input_ids, attention_mask)
+        session = self._session
+        assert session is not None
+        new = session.begin(max_new_tokens, eos_token_id, pad_token_id)
+        for count in range(1, max_new_tokens):
+            if eos_token_id is not None and count % LOOK_EVERY == 0 and session.all_ended():
+                break
+            session.advance()
+        new = new[:, : session.num_chosen()]
+        if eos_token_id is not None:
+            # Up to the last end of a sequence: what was chosen between two looks is padding.
+            ends = new == eos_token_id
+            lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, new.shape[1])
+            new = new[:, : int(lengths.max())]
+        return torch.cat([input_ids, new.to(input_ids.device)], 1)
+
+    def _open(self, batch: int) -> _Session:
+        if self._session is None or not self._session.fits(self.model, batch):
+            self._session = None
+            self._session = _Session(self.model, batch)
+        return self._session
+
+
+class _Session:
+    """The state of a batch, what goes in and out of its graphs, and the graphs."""
+
+    def __init__(self, model: FracForCausalLM, batch: int) -> None:
+        weight = model.lm_head.weight
+        self.model, self.batch, self.place = model, batch, (weight.data_ptr(), weight.dtype)
+        self.device = weight.device
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+        self.logits = weight.new_zeros(batch, weight.shape[0], dtype=torch.float32)
+        self.ended = torch.zeros(batch, 1, dtype=torch.bool, device=self.device)
+        self.position = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.chosen = self.token.new_zeros(batch, 0)
+        self.ids: tuple[int | None, int | None] = (None, None)
+        self.graphs: dict[Any, Any] = {}
+        self.seen: set[Any] = set()
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.cache = FracCache(model.config)
+        # Makes the tensors of the cache.
+        self.model.model(self.token, past_key_values=self.cache, use_cache=True)
+
+    def fits(self, model: FracForCausalLM, batch: int) -> bool:
+        weight = model.lm_head.weight
+        return self.batch == batch and self.place == (weight.data_ptr(), weight.dtype)
+
+    def reset(self) -> None:
+        """An empty state is one of zeros, in the recurrence as in the convolution's window."""
+        torch._foreach_zero_(self.cache.tensors())  # pyright: ignore[reportPrivateImportUsage]
+
+    def read(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Take tokens (B, T) into the state, and leave the logits after the last one."""
+        key = (ids.shape[1], mask is not None)
+        inputs = [x.to(self.device) for x in (ids, mask) if x is not None]
+        # Recording costs about as much as running: not for a length that never comes back.
+        if self.device.type == "cuda" and key in self.seen:
+            self._replay(key, self._forward, inputs)
+        else:
+            self._forward(*inputs)
+        self.seen.add(key)
+
+    def begin(self, num_tokens: int, eos: int | None, pad: int | None) -> Tensor:
+        """Choose the first token from the logits; it and those after it go to (B, num_tokens)."""
+        if self.chosen.shape[1] < num_tokens or self.ids != (eos, pad):
+            # Graphs hold the address of the one and the values of the others.
+            self.graphs.pop("step", None)
+            self.chosen = self.token.new_zeros(self.batch, num_tokens)
+            self.ids = (eos, pad)
+        self.ended.zero_()
+        self.position.zero_()
+        self._choose()
+        return self.chosen
+
+    def advance(self) -> None:
+        """One more token."""
+        if self.device.type == "cuda":
+            self._replay("step", self._step, [])
+        else:
+            self._step()
+
+    def all_ended(self) -> bool:
+        return bool(self.ended.all())
+
+    def num_chosen(self) -> int:
+        return int(self.position)
+
+    def _forward(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        output = self.model(
+            ids,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.logits.copy_(output.logits[:, -1])
+
+    def _step(self) -> None:
+        self._forward(self.token)
+        self._choose()
+
+    def _choose(self) -> None:
+        """The next token, from the logits to the list of chosen ones and to the model's input."""
+        token = self.logits.argmax(-1, keepdim=True)
+        eos, pad = self.ids
+        if eos is not None:
+            token = torch.where(self.ended, eos if pad is None else pad, token)
+            self.ended.logical_or_(token == eos)
+        self.token.copy_(token)
+        self.chosen.index_copy_(1, self.position, token)
+        self.position += 1
+
+    def _replay(self, key: Any, function: Callable[..., None], inputs: list[Tensor]) -> None:
+        if key not in self.graphs:
+            static = [x.clone() for x in inputs]
+            self.graphs[key] = (self._record(function, static), static)
+        graph, static = self.graphs[key]
+        for mine, given in zip(static, inputs, strict=True):
+            mine.copy_(given)
+        graph.replay()
+
+    def _record(self, function: Callable[..., None], inputs: list[Tensor]) -> torch.cuda.CUDAGraph:
+        """Record a function that has run before, so that nothing is compiled meanwhile."""
+        kept = [x.clone() for x in self._written()]
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            function(*inputs)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # One pool for all: what a replay leaves is outside it, in the session's own tensors.
+        with torch.cuda.graph(graph, pool=self.pool):
+            function(*inputs)
+        for x, before in zip(self._written(), kept, strict=True):
+            x.copy_(before)
+        return graph
+
+    def _written(self) -> list[Tensor]:
+        return [
+            *self.cache.tensors(),
+            self.token,
+            self.logits,
+            self.ended,
+            self.position,
+            self.chosen,
+        ]

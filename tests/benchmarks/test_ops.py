@@ -1,0 +1,88 @@
+"""The benchmark of the op, at sizes that a CPU takes in passing."""
+
+import sys
+
+import ops
+import peers
+import pytest
+import torch
+from peers import Operation
+
+from flash_frac.ops.testing import random_inputs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would time the GPU's events")
+SIZES = [1, 48, 2, 4, 8]
+
+
+def measured(**options):
+    failures = []
+    rows = ops.measure_operations(SIZES, failures, backends=("torch",), device="cpu", **options)
+    return {(row["implementation"], row["pass"]): row for row in rows}, failures
+
+
+def test_a_missing_peer_does_not_end_the_run(monkeypatch, capsys):
+    for name in ("fla", "mamba_ssm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    rows, failures = measured()
+    attention = f"torch {torch.__version__} causal SDPA D128"
+    for passed in ("forward", "forward+backward"):
+        ours, theirs = rows["flash_frac torch", passed], rows[attention, passed]
+        assert (ours["B"], ours["T"], ours["H"], ours["M"], ours["D"]) == tuple(SIZES)
+        assert (theirs["B"], theirs["T"], theirs["H"], theirs["D"]) == (1, 48, 16, 128)
+        assert ours["error"] is not None and theirs["error"] is None
+    assert len(rows) == 4 and len(failures) == 3
+    out = capsys.readouterr().out
+    assert all(f"left out: {name}" in out for name in ("fla chunk_gla", "fla gated_delta_rule"))
+
+
+def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise RuntimeError("not with this compiler")
+
+    def peer(inputs):
+        shape = {"H": 2, "M": 4, "D": 8}
+        return Operation("peer 1.0 refusing", shape, Refusing.apply, (inputs.u,))
+
+    monkeypatch.setattr(peers, "OP_PEERS", {"refusing": peer})
+    rows, failures = measured()
+    assert [passed for name, passed in rows if name == "peer 1.0 refusing"] == ["forward"]
+    assert len(rows) == 3 and "not with this compiler" in failures[0]
+
+
+def test_without_peers():
+    rows, failures = measured(peers=False)
+    assert {name for name, _ in rows} == {"flash_frac torch"} and not failures
+
+
+@pytest.mark.parametrize("factor", [1.1, torch.nan])
+def test_wrong_results_are_not_timed(factor):
+    inputs = random_inputs(*SIZES, dtype=torch.bfloat16)
+    right = ops.our_scan(inputs, "torch")
+    wrong = right._replace(function=lambda *x: factor * right.function(*x))
+    with pytest.raises(SystemExit, match=r"is wrong by .*: no timing"):
+        ops.check_operations([wrong], inputs)
+
+
+def test_the_error_of_a_peer_that_computes_our_scan_is_recorded():
+    """As chunk_gla does: its error is told, even if it is large."""
+    inputs = random_inputs(*SIZES, dtype=torch.bfloat16)
+    ours = ops.our_scan(inputs, "torch")
+    twice = ours._replace(name="peer 1.0", function=lambda *x: 2 * ours.function(*x))
+    errors = ops.check_operations([ours, twice], inputs)
+    assert errors["flash_frac torch"] < 0.1 and errors["peer 1.0"] == pytest.approx(1, rel=0.1)
+
+
+def test_the_script_on_a_cpu(tmp_path, monkeypatch, capsys):
+    # In the process itself, because starting another two takes longer than all the rest.
+    monkeypatch.setattr(ops, "process_peak_mib", lambda name, sizes: 1.0)
+    path = tmp_path / "cpu.csv"
+    ops.main(["--time", "64", "--repeats", "2", "--out", str(path), "--commit", "abc"])
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3 and all(",abc," in line for line in lines[1:])
+    assert "flash_frac torch" in capsys.readouterr().out
