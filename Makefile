@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test test-gpu lint types bench clean
+.PHONY: test test-gpu lint types bench bench-model figures clean
 
 # The environment is made once, and again when what it is made of changes.
 $(VENV)/ready: pyproject.toml constraints-cpu.txt requirements-cpu.txt
@@ -26,6 +26,12 @@ types: $(VENV)/ready
 
 bench: $(VENV)/ready            ## speed of the op on this machine
 	$(BIN)/python benchmarks/ops.py
+
+bench-model: $(VENV)/ready      ## speed of the 1.3B model, which needs a GPU
+	$(BIN)/python benchmarks/model.py
+
+figures: $(VENV)/ready          ## docs/figures from the rows in benchmarks/results
+	$(BIN)/python benchmarks/plot.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

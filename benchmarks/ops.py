@@ -1,9 +1,10 @@
-"""Time forward and backward of the scan beside the plain formulation, and append the rows.
+"""Time forward and backward of the scan beside other formulations, and append the rows.
 
-    python benchmarks/ops.py [--time 4096] [--repeats 15] [--profile]
+    python benchmarks/ops.py [--no-peers] [--profile] [--time 4096] [--repeats 15]
 
 On a machine with a GPU: the Triton and the torch backend in bfloat16 at the shape of the 1.3B
-model, medians of CUDA events with the cache flushed before each; rows go to <gpu>.csv there.
+model, and the peers of `peers.py` that can be imported, in turns; rows go to <gpu>.csv. Read and
+write are float32 for us, as the layer makes them. The kernels are checked against float64 first.
 On a CPU the yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma in one
 piece, gradients by autograd. Both are checked against float64 first, then timed in turns; peak
 memory is measured in a process of its own. Rows go to benchmarks/results/cpu.csv.
@@ -13,24 +14,37 @@ Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from measure import (
+    OURS,
+    add_options,
+    append,
+    attempt,
+    check_header,
+    default_path,
+    describe_machine,
+    exit_if_ours_failed,
+    make_row,
+    peak_mib,
+    print_rows,
+    runnable,
+    time_in_turns,
+)
+from peers import Operation, op_peers
 from torch import Tensor
 
 from flash_frac.ops import frac_scan
 from flash_frac.ops.testing import ScanInputs, random_inputs, relative_error
 
-RESULTS = Path(__file__).parent / "results"
 Scan = Callable[[ScanInputs], tuple[Tensor, Tensor]]
+GPU_SIZES = ([1, 16384, 16, 16, 256], [8, 4096, 16, 16, 256])
 
 
 def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
@@ -90,7 +104,7 @@ def check(name: str) -> float:
     return error
 
 
-def peak_mib(name: str, sizes: list[int]) -> float:
+def process_peak_mib(name: str, sizes: list[int]) -> float:
     """Memory that one forward and backward adds to a fresh process, in MiB."""
     command = [sys.executable, __file__, "--peak-of", name, *map(str, sizes)]
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
@@ -113,98 +127,109 @@ def memory_mib(field: str) -> float:
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
-def measure(sizes: list[int], repeats: int) -> list[dict]:
-    """One row an implementation; the implementations take turns, so that noise falls on all."""
+def measure_cpu(sizes: list[int], repeats: int) -> list[dict]:
+    """One row an implementation; they take turns at every call, so that noise falls on all."""
     errors = {name: check(name) for name in IMPLEMENTATIONS}
     inputs = random_inputs(*sizes)
-    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
-    for _ in range(repeats + 2):
-        for name in IMPLEMENTATIONS:
-            start = time.perf_counter()
-            forward_backward(IMPLEMENTATIONS[name], inputs)
-            times[name].append(1e3 * (time.perf_counter() - start))
-    rows = []
-    for name in IMPLEMENTATIONS:
-        low, *_, high = statistics.quantiles(times[name][2:], n=5)
-        rows.append(
-            {
-                "implementation": name,
-                "pass": "forward+backward",
-                **dict(zip("BTHMD", sizes, strict=True)),
-                "dtype": "float32",
-                "ms_p20": round(low, 1),
-                "ms_p50": round(statistics.median(times[name][2:]), 1),
-                "ms_p80": round(high, 1),
-                "peak_mib": round(peak_mib(name, sizes)),
-                "error": f"{errors[name]:.1e}",
-            }
-        )
-    return rows
-
-
-def check_gpu(sizes: list[int]) -> float:
-    """Worst relative error of the kernels in bfloat16, against float64; none past twice torch's."""
-    inputs = random_inputs(*sizes, dtype=torch.bfloat16, device="cuda", rho_eps=1e-6)
-    runs = {
-        name: backward_of(inputs.to(dtype), backend)
-        for name, dtype, backend in (
-            ("exact", torch.float64, "torch"),
-            ("torch", torch.bfloat16, "torch"),
-            ("triton", torch.bfloat16, "triton"),
-        )
+    functions = {
+        name: lambda scan=scan: forward_backward(scan, inputs)
+        for name, scan in IMPLEMENTATIONS.items()
     }
-    worst = 0.0
-    for a, b, c in zip(runs["triton"], runs["torch"], runs["exact"], strict=True):
-        error = relative_error(a, c)
-        if error > 2 * (relative_error(b, c) + 2**-9):
-            raise SystemExit(f"the kernels are wrong by {error:.1e}: no timing")
-        worst = max(worst, error)
+    times = time_in_turns(functions, rounds=repeats, repeats=1)
+    return [
+        make_row(
+            name,
+            "forward+backward",
+            dict(zip("BTHMD", sizes, strict=True)),
+            torch.float32,
+            times[name],
+            tokens=sizes[0] * sizes[1],
+            peak=round(process_peak_mib(name, sizes)),
+            error=errors[name],
+        )
+        for name in IMPLEMENTATIONS
+    ]
+
+
+def our_scan(inputs: ScanInputs, backend: str) -> Operation:
+    """The scan of one backend, to be timed beside its peers."""
+
+    def scan(*arguments: Tensor) -> Tensor:
+        return frac_scan(*arguments, backend=backend).y
+
+    _, _, heads, channels = inputs.u.shape
+    shape = {"H": heads, "M": inputs.read.shape[-1], "D": channels}
+    return Operation(f"{OURS} {backend}", shape, scan, inputs, True)
+
+
+def check_operations(operations: Sequence[Operation], inputs: ScanInputs) -> dict[str, float]:
+    """Worst relative errors of y and its gradients against float64; ours at most twice torch's.
+
+    Of the operations only those that compute our scan; a peer's error is recorded, not judged.
+    """
+    exact = our_scan(inputs.to(torch.float64), "torch").backward()
+
+    def errors(operation: Operation) -> Tensor:
+        pairs = zip(operation.backward(), exact, strict=True)
+        return torch.tensor([relative_error(value, reference) for value, reference in pairs])
+
+    limits = 2 * (errors(our_scan(inputs, "torch")) + 2**-9)
+    worst: dict[str, float] = {}
+
+    def judge(operation: Operation) -> None:
+        found = errors(operation)
+        worst[operation.name] = found.max().item()
+        # Not "any above", because an error of NaN is above nothing.
+        if operation.name.startswith(OURS) and not (found <= limits).all():
+            raise SystemExit(f"{operation.name} is wrong by {found.max():.1e}: no timing")
+
+    for operation in operations:
+        if operation.is_scan and operation.name.startswith(OURS):
+            judge(operation)
+        elif operation.is_scan:
+            attempt(f"error of {operation.name}", partial(judge, operation), [])
     return worst
 
 
-def backward_of(inputs: ScanInputs, backend: str) -> list[Tensor]:
-    """y and the gradients of the sum of y, for one backend."""
-    leaves = ScanInputs(*(x.detach().requires_grad_() for x in inputs))
-    y, _ = frac_scan(*leaves, backend=backend)
-    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+def measure_operations(
+    sizes: list[int],
+    failures: list[str],
+    *,
+    backends: Sequence[str] = ("triton", "torch"),
+    peers: bool = True,
+    device: str = "cuda",
+) -> list[dict]:
+    """Rows of the backends and the peers, forward and forward+backward, at one shape."""
 
+    def operations(inputs: ScanInputs) -> list[Operation]:
+        ours = [our_scan(inputs, backend) for backend in backends]
+        return [*ours, *(op_peers(inputs, failures) if peers else [])]
 
-def measure_gpu(sizes: list[int]) -> list[dict]:
-    """Rows of both backends, forward and forward+backward; read and write are float32."""
-    from triton.testing import do_bench
-
-    error = check_gpu([1, 4096, 2, *sizes[3:]])
-    inputs = random_inputs(*sizes, device="cuda", rho_eps=1e-6)
-    inputs = inputs._replace(u=inputs.u.bfloat16())
+    tiny = [1, min(sizes[1], 4096), min(sizes[2], 2), *sizes[3:]]
+    inputs = random_inputs(*tiny, dtype=torch.bfloat16, device=device, rho_eps=1e-6)
+    errors = check_operations(operations(inputs), inputs)
+    inputs = random_inputs(*sizes, device=device, rho_eps=1e-6)
+    timed = operations(inputs._replace(u=inputs.u.bfloat16()))
     rows = []
-    for backend in ("triton", "torch"):
-
-        def forward(backend: str = backend) -> None:
-            with torch.no_grad():
-                frac_scan(*inputs, backend=backend)
-
-        def both(backend: str = backend) -> None:
-            backward_of(inputs, backend)
-
-        for name, function in (("forward", forward), ("forward+backward", both)):
-            low, median, high = do_bench(function, warmup=20, rep=200, quantiles=[0.2, 0.5, 0.8])
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            function()
-            peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-            rows.append(
-                {
-                    "implementation": f"flash_frac {backend}",
-                    "pass": name,
-                    **dict(zip("BTHMD", sizes, strict=True)),
-                    "dtype": "bfloat16",
-                    "ms_p20": round(low, 3),
-                    "ms_p50": round(median, 3),
-                    "ms_p80": round(high, 3),
-                    "peak_mib": round(peak),
-                    "error": f"{error:.1e}" if backend == "triton" else "",
-                }
+    for passed in ("forward", "forward+backward"):
+        functions = runnable(
+            {o.name: o.forward if passed == "forward" else o.backward for o in timed}, failures
+        )
+        times = time_in_turns(functions)
+        rows += [
+            make_row(
+                operation.name,
+                passed,
+                {"B": sizes[0], "T": sizes[1], **operation.shape},
+                torch.bfloat16,
+                times[operation.name],
+                tokens=sizes[0] * sizes[1],
+                peak=peak_mib(functions[operation.name]),
+                error=errors.get(operation.name),
             )
+            for operation in timed
+            if operation.name in functions
+        ]
     return rows
 
 
@@ -213,12 +238,12 @@ def print_profile(sizes: list[int]) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     inputs = random_inputs(*sizes, device="cuda", rho_eps=1e-6)
-    inputs = inputs._replace(u=inputs.u.bfloat16())
-    backward_of(inputs, "triton")
+    operation = our_scan(inputs._replace(u=inputs.u.bfloat16()), "triton")
+    operation.backward()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(10):
-            backward_of(inputs, "triton")
+            operation.backward()
         torch.cuda.synchronize()
     for kernel in profiler.key_averages():
         if kernel.key.endswith("_kernel"):
@@ -226,61 +251,38 @@ def print_profile(sizes: list[int]) -> None:
             print(f"{kernel.key:22} {mean:9.1f} us, {kernel.count // 10} times")
 
 
-def describe_machine() -> dict:
-    """Where and with what: the columns that make a row repeatable."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
-        "command": "python benchmarks/ops.py " + " ".join(sys.argv[1:]),
-        "commit": commit or "unknown",
-        "machine": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def append(rows: list[dict], path: Path) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--time", type=int, default=4096, help="tokens")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--time", type=int, default=4096, help="tokens, on a CPU")
+    parser.add_argument("--repeats", type=int, default=15, help="on a CPU")
     parser.add_argument("--profile", action="store_true", help="times of the kernels, no rows")
     parser.add_argument("--peak-of", nargs=6, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.peak_of:
-        name, *sizes = arguments.peak_of
+    add_options(parser)
+    typed = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(typed)
+    if options.peak_of:
+        name, *sizes = options.peak_of
         print_peak(name, [int(size) for size in sizes])
         return
-    if arguments.profile and not torch.cuda.is_available():
+    if options.profile and not torch.cuda.is_available():
         parser.error("--profile needs a GPU")
-    if arguments.profile:
-        print_profile([1, 16384, 16, 16, 256])
-        print_profile([8, 4096, 16, 16, 256])
+    if options.profile:
+        for sizes in GPU_SIZES:
+            print_profile(sizes)
         return
+    path = options.out or default_path()
+    check_header(path)
+    # Before the first row is written: from then on the tree differs from its commit.
+    machine = describe_machine(__file__, typed, options.commit)
+    failures: list[str] = []
     if torch.cuda.is_available():
-        rows = [*measure_gpu([1, 16384, 16, 16, 256]), *measure_gpu([8, 4096, 16, 16, 256])]
-        path = RESULTS / f"{torch.cuda.get_device_name().split()[-1].lower()}.csv"
+        peers = not options.no_peers
+        rows = [r for s in GPU_SIZES for r in measure_operations(s, failures, peers=peers)]
     else:
-        rows = measure([1, arguments.time, 8, 16, 64], arguments.repeats)
-        path = RESULTS / "cpu.csv"
-    for row in rows:
-        print(
-            f"{row['implementation']:22} {row['pass']:17} B {row['B']} T {row['T']:6d} "
-            f"{row['ms_p50']:9.3f} ms {row['peak_mib']:6d} MiB  error {row['error']}"
-        )
-    machine = describe_machine()
+        rows = measure_cpu([1, options.time, 8, 16, 64], options.repeats)
+    print_rows(rows)
     append([row | machine for row in rows], path)
+    exit_if_ours_failed(failures)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,238 @@
+"""What the benchmarks share: timing, memory, the rows and the file they go to.
+
+Every row of every benchmark has the columns below. ms_* are times of one call, in a decode row of
+one step; tokens_per_s follows from ms_p50. peak_mib is memory at its highest: in a row of `ops.py`
+what a call adds, in one of `model.py` all that is allocated on the GPU, weights included. error is
+against float64: in a row of `ops.py` that of the scan, in one of `model.py` that of a small model
+on the same kernels. What is not known is empty.
+Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+Result = TypeVar("Result")
+# What the rows of this project's own code begin with; all others are peers.
+OURS = "flash_frac"
+COLUMNS = (
+    *("implementation", "pass", "B", "T", "H", "M", "D", "dtype"),
+    *("ms_p20", "ms_p50", "ms_p80", "tokens_per_s", "peak_mib", "error"),
+    *("command", "commit", "machine", "threads", "python", "torch", "triton", "transformers"),
+)
+
+
+class Times(NamedTuple):
+    """Quantiles of the time of a call, in milliseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def quantiles(times: list[float]) -> Times:
+    """p20, p50 and p80 of two or more times."""
+    low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
+    return Times(low, statistics.median(times), high)
+
+
+def wall_ms(function: Callable[[], object]) -> float:
+    """Milliseconds of one call, the work it left on the GPU included."""
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def sample(function: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of `repeats` calls; of quick ones on a GPU as many as fit in 0.2 s.
+
+    Those are timed by CUDA events, the GPU's cache flushed before each; past 50 ms neither that nor
+    the clock's own cost matters, and `do_bench` would take twelve calls to give five times.
+    """
+    if not torch.cuda.is_available() or wall_ms(function) > 50:
+        return [wall_ms(function) for _ in range(repeats)]
+    from triton.testing import do_bench
+
+    return do_bench(function, warmup=20, rep=200, return_mode="all")
+
+
+def time_in_turns(
+    functions: Mapping[str, Callable[[], object]], *, rounds: int = 2, repeats: int = 5
+) -> dict[str, Times]:
+    """Times of each function; they take turns, so that noise falls on all."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name] += sample(function, repeats)
+    return {name: quantiles(values) for name, values in times.items()}
+
+
+def runnable(
+    functions: Mapping[str, Callable[[], object]], failures: list[str]
+) -> dict[str, Callable[[], object]]:
+    """Those that run once without an error."""
+    return {name: f for name, f in functions.items() if attempt(name, f, failures)}
+
+
+def attempt(name: str, function: Callable[[], Result], failures: list[str]) -> list[Result]:
+    """The result in a list; if it fails an empty one, and why is printed and noted, once.
+
+    A peer may be missing or refuse its work, and the others are still to run.
+    """
+    try:
+        result = function()
+        synchronize()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        failure = f"{name}: {type(error).__name__}: {lines[0][:300]}"
+        if failure not in failures:
+            print(f"left out: {failure}", flush=True)
+            failures.append(failure)
+        return []
+    return [result]
+
+
+def peak_mib(function: Callable[[], object], *, whole: bool = False) -> int | None:
+    """Memory on the GPU at its highest in a call: what it adds, or all of it; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = 0 if whole else torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def make_row(
+    implementation: str,
+    passed: str,
+    shape: Mapping[str, int | None],
+    dtype: torch.dtype,
+    times: Times,
+    *,
+    tokens: int,
+    peak: int | None,
+    error: float | None,
+) -> dict:
+    """The columns that a measurement fills: `passed` is what was run, `tokens` those of a call."""
+    return {
+        "implementation": implementation,
+        "pass": passed,
+        **shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        **{f"ms_{name}": round(value, 3) for name, value in times._asdict().items()},
+        "tokens_per_s": round(1e3 * tokens / times.p50, 1),
+        "peak_mib": peak,
+        "error": None if error is None else f"{error:.1e}",
+    }
+
+
+def describe_machine(script: str, arguments: Iterable[str], commit: str | None) -> dict:
+    """Where and with what: the columns that make a row repeatable."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *arguments]),
+        "commit": commit or git_commit() or "unknown",
+        "machine": gpu or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in ("torch", "triton", "transformers")},
+    }
+
+
+def git_commit() -> str | None:
+    """The commit this file is at, marked if files differ from it; None outside a repository."""
+    if shutil.which("git") is None:
+        return None
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package. (torch tells more by itself: which CUDA it is for.)"""
+    if package == "torch":
+        return torch.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def default_path() -> Path:
+    """The file of this machine's rows: one for each kind of GPU, one for all CPUs."""
+    if not torch.cuda.is_available():
+        return RESULTS / "cpu.csv"
+    return RESULTS / f"{torch.cuda.get_device_name().split()[-1].lower()}.csv"
+
+
+def check_header(path: Path) -> None:
+    """ValueError if the file is there and its columns are not ours."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        header = next(csv.reader(file), [])
+    if header != list(COLUMNS):
+        differ = sorted(set(header) ^ set(COLUMNS)) or ["their order"]
+        raise ValueError(
+            f"{path} must have the columns of benchmarks/measure.py, but these differ: "
+            f"{', '.join(differ)}; migrate its rows or choose another file with --out"
+        )
+
+
+def append(rows: Iterable[Mapping], path: Path) -> None:
+    """Add rows to a file, which is made if missing; columns that a row lacks stay empty."""
+    check_header(path)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def print_rows(rows: Iterable[Mapping]) -> None:
+    for row in rows:
+        peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:7d} MiB"
+        error = "" if row["error"] is None else f"  error {row['error']}"
+        print(
+            f"{row['implementation']:46} {row['pass']:17} {row['B']:3d} x {row['T']:5d} "
+            f"{row['ms_p50']:10.3f} ms {row['tokens_per_s']:13,.1f} tokens/s {peak}{error}",
+            flush=True,
+        )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that all benchmarks have."""
+    parser.add_argument("--no-peers", action="store_true", help="time this project's code alone")
+    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--out", type=Path, help="CSV to append to; benchmarks/results/<gpu>.csv")
+
+
+def exit_if_ours_failed(failures: Iterable[str]) -> None:
+    """A peer may fail; if our own code does, the run is to be seen as failed."""
+    if ours := [failure for failure in failures if failure.startswith(OURS)]:
+        raise SystemExit("\n".join(["our own code failed:", *ours]))

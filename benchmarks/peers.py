@@ -1,0 +1,221 @@
+"""What the benchmarks compare with, each only where it can be imported and run.
+
+Operators take the width of the 1.3B model: 16 heads. Models are made of the layers their authors
+publish, as many as bring the backbone to the size of the FRAC model given: the paper's choice.
+Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from measure import attempt, version_of
+from torch import Tensor
+
+from flash_frac.ops.testing import ScanInputs
+
+
+class Operation(NamedTuple):
+    """A function of tensors that yields y. `shape`: its H, M, D; `is_scan`: whether y is ours."""
+
+    name: str
+    shape: Mapping[str, int | None]
+    function: Callable[..., Tensor]
+    arguments: tuple[Tensor, ...]
+    is_scan: bool = False
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.function(*self.arguments)
+
+    def backward(self) -> list[Tensor]:
+        """y and the gradients of its sum, forward included."""
+        leaves = [x.detach().requires_grad_() for x in self.arguments]
+        y = self.function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+def op_peers(inputs: ScanInputs, failures: list[str]) -> list[Operation]:
+    """Every operator that can be imported, with inputs of the batch and time of these."""
+    made = (attempt(name, partial(make, inputs), failures) for name, make in OP_PEERS.items())
+    return [operation for found in made for operation in found]
+
+
+def gated_linear_attention(inputs: ScanInputs) -> Operation:
+    """The same scan of the same numbers; read and write are bfloat16, which its kernels want."""
+    import fla
+    from fla.ops.gla import chunk_gla
+
+    def scan(u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor) -> Tensor:
+        options: Any = {"scale": 1.0, "output_final_state": True}
+        return chunk_gla(q=read, k=write, v=u, g=log_decay, **options)[0]
+
+    inputs = inputs.to(torch.bfloat16)
+    heads, channels = inputs.u.shape[2:]
+    modes = inputs.read.shape[-1]
+    name = f"fla {fla.__version__} chunk_gla K{modes} V{channels}"
+    return Operation(name, {"H": heads, "M": modes, "D": channels}, scan, inputs, True)
+
+
+def gated_delta_rule(inputs: ScanInputs) -> Operation:
+    import fla
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        options: Any = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options)[0]
+
+    heads, keys, values = 16, 96, 192
+    q, k, v = (normal(inputs, heads, size) for size in (keys, keys, values))
+    g = F.logsigmoid(normal(inputs, heads).float())
+    arguments = (q, k, v, g, normal(inputs, heads).sigmoid())
+    name = f"fla {fla.__version__} gated_delta_rule K{keys} V{values}"
+    return Operation(name, {"H": heads, "M": keys, "D": values}, rule, arguments)
+
+
+def state_space_dual(inputs: ScanInputs) -> Operation:
+    import mamba_ssm
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    def scan(x: Tensor, dt: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
+        options: Any = {"chunk_size": 256, "return_final_states": True}
+        return mamba_chunk_scan_combined(x, dt, rate, write, read, **options)[0]
+
+    heads, channels, size = 16, 256, 128
+    x, dt = normal(inputs, heads, channels), F.softplus(normal(inputs, heads) - 4)
+    rate = -torch.linspace(1, 16, heads, device=x.device)
+    arguments = (x, dt, rate, normal(inputs, 1, size), normal(inputs, 1, size))
+    name = f"mamba_ssm {mamba_ssm.__version__} SSD D{channels} N{size}"
+    return Operation(name, {"H": heads, "M": size, "D": channels}, scan, arguments)
+
+
+def attention(inputs: ScanInputs) -> Operation:
+    heads, channels = 16, 128
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = (normal(inputs, heads, channels).transpose(1, 2).contiguous() for _ in range(3))
+    name = f"torch {torch.__version__} causal SDPA D{channels}"
+    return Operation(name, {"H": heads, "M": None, "D": channels}, attend, (q, k, v))
+
+
+def normal(inputs: ScanInputs, *sizes: int) -> Tensor:
+    """Random bfloat16 (B, T, *sizes), beside these inputs."""
+    batch_time = inputs.u.shape[:2]
+    return torch.randn(*batch_time, *sizes, device=inputs.u.device, dtype=torch.bfloat16)
+
+
+OP_PEERS: dict[str, Callable[[ScanInputs], Operation]] = {
+    "fla chunk_gla": gated_linear_attention,
+    "fla gated_delta_rule": gated_delta_rule,
+    "mamba_ssm SSD": state_space_dual,
+    "torch SDPA": attention,
+}
+
+
+class ModelPeer(NamedTuple):
+    """A causal language model: its configuration, `note` on what runs in it, and H, M, D."""
+
+    name: str
+    config: Any
+    note: str
+    shape: Mapping[str, int | None]
+
+
+def model_peers(names: Iterable[str], frac: Any, failures: list[str]) -> list[ModelPeer]:
+    """Those of `names` that can be imported, in the size of the FracConfig `frac`."""
+    made = (attempt(name, partial(MODEL_PEERS[name], frac), failures) for name in names)
+    return [peer for found in made for peer in found]
+
+
+def build(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A causal language model with random weights, made on the device and never elsewhere."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # generate is to run to the end, whatever the random weights come up with.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def qwen3(frac: Any) -> ModelPeer:
+    """Layers of Qwen3-1.7B, 26 for 48 of ours."""
+    from transformers import Qwen3Config
+
+    heads = frac.num_attention_heads
+    channels = frac.hidden_size // heads
+    config = Qwen3Config(
+        vocab_size=frac.vocab_size,
+        hidden_size=frac.hidden_size,
+        intermediate_size=3 * frac.hidden_size,
+        num_hidden_layers=max(1, frac.num_hidden_layers * 26 // 48),
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=channels,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    name = f"transformers {version_of('transformers')} Qwen3"
+    return ModelPeer(name, config, "sdpa", {"H": heads, "M": None, "D": channels})
+
+
+def gated_deltanet(frac: Any) -> ModelPeer:
+    """fla's layers, 22 for 48 of ours, with keys of 3/4 of the width and values of twice that."""
+    import fla
+    from fla.models import GatedDeltaNetConfig
+
+    heads = frac.num_attention_heads
+    keys = frac.hidden_size * 3 // 4 // heads
+    config = GatedDeltaNetConfig(
+        vocab_size=frac.vocab_size,
+        hidden_size=frac.hidden_size,
+        num_hidden_layers=max(1, frac.num_hidden_layers * 22 // 48),
+        num_heads=heads,
+        head_dim=keys,
+        expand_v=2,
+    )
+    shape = {"H": heads, "M": keys, "D": 2 * keys}
+    return ModelPeer(f"fla {fla.__version__} GatedDeltaNet", config, "", shape)
+
+
+def mamba2(frac: Any) -> ModelPeer:
+    """fla's layers, as many as ours; their kernels are mamba_ssm's where that is installed."""
+    import fla
+    from fla.models import Mamba2Config
+
+    heads = frac.num_attention_heads
+    channels = 2 * frac.hidden_size // heads
+    config = Mamba2Config(
+        vocab_size=frac.vocab_size,
+        hidden_size=frac.hidden_size,
+        num_hidden_layers=frac.num_hidden_layers,
+        head_dim=channels,
+        state_size=128,
+    )
+    shape = {"H": heads, "M": 128, "D": channels}
+    return ModelPeer(f"fla {fla.__version__} Mamba2", config, mamba_kernels(), shape)
+
+
+def mamba_kernels() -> str:
+    """What fla's Mamba2 runs on: it takes another path, and says nothing, if this import fails."""
+    try:
+        import mamba_ssm
+        from mamba_ssm.ops.triton import ssd_combined  # noqa: F401
+    except Exception:
+        return "without mamba_ssm"
+    return f"mamba_ssm {mamba_ssm.__version__}"
+
+
+MODEL_PEERS: dict[str, Callable[[Any], ModelPeer]] = {
+    "qwen3": qwen3,
+    "gated_deltanet": gated_deltanet,
+    "mamba2": mamba2,
+}
