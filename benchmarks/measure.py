@@ -155,13 +155,22 @@ def describe_machine(script: str, arguments: Iterable[str], commit: str | None) 
     """Where and with what: the columns that make a row repeatable."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *arguments]),
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *_measured(arguments)]),
         "commit": commit or git_commit() or "unknown",
         "machine": gpu or platform.machine(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{name: version_of(name) for name in ("torch", "triton", "transformers")},
     }
+
+
+def _measured(arguments: Iterable[str]) -> list[str]:
+    """The arguments without those that say where rows go and what they are of."""
+    given = list(arguments)
+    for name in ("--out", "--commit"):
+        if name in given:
+            del given[given.index(name) : given.index(name) + 2]
+    return given
 
 
 def git_commit() -> str | None:

@@ -3,8 +3,8 @@
     python benchmarks/plot.py [benchmarks/results/h200.csv] [--out docs/figures]
 
 Of our rows those of the newest commit are drawn, for each kind of pass; of a peer's the newest,
-whichever version it has. A figure without rows is not drawn, and so is our torch backend, whose
-bars would hide the others. Nothing but the CSV is read, and no GPU is needed.
+whichever version it has. A figure that compares nothing is not drawn, nor is our torch backend,
+whose bars would hide the others. Nothing but the CSV is read, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def op_figure(rows: Sequence[dict], pyplot: Any) -> Any:
             if row["implementation"] != f"{OURS} torch":
                 shape = panels.setdefault((int(row["B"]), int(row["T"])), {})
                 shape.setdefault(passed, []).append(row)
-    if not panels:
+    num_bars = max((len(kept) for shape in panels.values() for kept in shape.values()), default=0)
+    if num_bars < 2:
         return None
-    num_bars = max(len(kept) for shape in panels.values() for kept in shape.values())
     size = (11, 0.3 + len(panels) * (0.5 + 0.3 * num_bars))
     figure, grid = pyplot.subplots(len(panels), 2, figsize=size, squeeze=False)
     for (batch, time), line in zip(panels, grid, strict=True):

@@ -17,7 +17,9 @@ from torch import Tensor
 from flash_frac.models import FracCache, FracForCausalLM
 
 # The prompt is taken in pieces of at most so many tokens, in memory that does not grow with it.
-PIECE = 4096
+PIECE = 16384
+# Longer pieces keep a GPU busy while the host prepares the next kernels, and need no graph.
+LONGEST_RECORDED = 4096
 # How many replays pass between two looks at whether all sequences have ended.
 LOOK_EVERY = 32
 
@@ -26,7 +28,7 @@ class Generator:
     """Generates with one model, keeping the state of one batch and the graphs recorded for it.
 
     A new batch size makes new states and graphs; so does moving or casting the model. A length of
-    prompt is recorded when it comes up for the second time.
+    prompt, up to LONGEST_RECORDED, is recorded when it comes up for the second time.
 
     Args:
         model: on any device, in eval mode.
@@ -153,7 +155,8 @@ class _Session:
         key = (ids.shape[1], mask is not None)
         inputs = [x.to(self.device) for x in (ids, mask) if x is not None]
         # Recording costs about as much as running: not for a length that never comes back.
-        if self.device.type == "cuda" and key in self.seen:
+        short = ids.shape[1] <= LONGEST_RECORDED
+        if self.device.type == "cuda" and short and key in self.seen:
             self._replay(key, self._forward, inputs)
         else:
             self._forward(*inputs)

@@ -13,7 +13,7 @@ def test_code_runs(tmp_path, monkeypatch):
     """All python blocks, one after another, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flash_frac.ops import uses_triton
 
-# The most taps that the kernel takes.
-_MOST_TAPS = 8
+# Taps that the kernel takes. It could do with one, but Triton 3.4 does not compile that.
+_TAPS = range(2, 9)
 
 
 class ConvOutput(NamedTuple):
@@ -48,7 +48,7 @@ def causal_conv(
         backend: as in `frac_scan`. Rows with a mask are always left to torch.
     """
     num_taps = weight.shape[-1]
-    if mask is None and num_taps <= _MOST_TAPS and uses_triton(backend, x):
+    if mask is None and num_taps in _TAPS and uses_triton(backend, x):
         from flash_frac.ops.custom_ops.conv import fused_causal_conv
 
         conv = fused_causal_conv(x, weight, bias, window=window, cu_seqlens=cu_seqlens)

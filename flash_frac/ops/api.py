@@ -21,6 +21,9 @@ from torch import Tensor
 from flash_frac.ops.chunk import chunk_scan
 from flash_frac.ops.reference import recurrent_scan, step
 
+# Asked once, because torch.compile does not follow such questions.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 class ScanOutput(NamedTuple):
     """y: like u; state: (N, H, M, D), float32 (float64 for float64 inputs)."""
@@ -45,7 +48,7 @@ def _triton_refusal(u: Tensor) -> str | None:
     # Asked before triton is imported, which takes a second that a CPU does not need.
     if u.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
         return "Triton kernels need CUDA tensors, got cpu"
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "triton is not installed"
     from flash_frac.ops.triton.launch import refusal
 

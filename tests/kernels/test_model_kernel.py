@@ -75,9 +75,10 @@ def test_training(dtype, case):
     for name in exact:
         if name not in few:
             assert_as_good(*(r[name].detach() for r in results), dtype, name)
-    # The error of a few numbers is a matter of luck: the worst of all, against the worst.
-    worst = [max(relative_error(r[n].detach(), exact[n]) for n in few) for r in (got, usual)]
-    assert worst[0] <= 2 * (worst[1] + torch.finfo(dtype).eps / 2)
+    # The error of a few numbers is a matter of luck: all such tensors together.
+    errors = [[relative_error(r[n].detach(), exact[n]) for n in few] for r in (got, usual)]
+    mine, others = (torch.tensor(e).square().mean().sqrt() for e in errors)
+    assert mine <= 2 * (others + torch.finfo(dtype).eps / 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

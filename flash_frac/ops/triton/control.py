@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flash_frac.ops.control import ControlSettings
 from flash_frac.ops.triton.exponential import exp, expm1, log
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.launch import block_size, ceil_div
 
 # Rows times modes of a program, the most rows and the most heads among them. One warp, because with
 # 16 values a thread hardly two threads repeat the work of a row, and no reduction needs a barrier.
@@ -346,9 +346,7 @@ def control_forward(
     log_decay = rw.new_empty(shape, dtype=torch.float32)
     grid, arguments = _launch_arguments(inputs, settings)
     with torch.cuda.device_of(rw):
-        launch(
-            control_forward_kernel,
-            grid,
+        control_forward_kernel[grid](
             *inputs,
             read,
             write,
@@ -378,6 +376,6 @@ def control_backward(
     dlog_tau = new(num_programs, inputs.log_tau.shape[0]) if need_log_tau else None
     with torch.cuda.device_of(inputs.rw):
         pointers = (*inputs, *gradients, ddyn, drw, dprior, dbias, dgates, dlog_tau)
-        launch(control_backward_kernel, grid, *pointers, *arguments, num_warps=_NUM_WARPS)
+        control_backward_kernel[grid](*pointers, *arguments, num_warps=_NUM_WARPS)
     dlog_tau = new(0) if dlog_tau is None else dlog_tau.sum(0)
     return ddyn, drw, dbias.sum(0), dgates.sum(0), dlog_tau, new(0) if dprior is None else dprior

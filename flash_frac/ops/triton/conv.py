@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.launch import block_size, ceil_div
 
 # Tokens of a segment and channels of a program, two for a thread.
 SEGMENT, CHANNELS = 64, 256
@@ -357,9 +357,7 @@ def launch_conv_forward(
     block, num_blocks, num_warps = tile(num_channels)
     num_segments = ceil_div(num_tokens, SEGMENT)
     with torch.cuda.device_of(x):
-        launch(
-            conv_forward_kernel,
-            ((batch * num_segments + num) * num_blocks,),
+        conv_forward_kernel[((batch * num_segments + num) * num_blocks,)](
             x, weight, bias, window, cu_seqlens, sequence, u, new,
             num_tokens, num_channels, num_segments, batch, x.stride(0), x.stride(1),
             K=num_taps, L=SEGMENT, U=FORWARD_ROWS, BI=block, num_warps=num_warps,
@@ -387,17 +385,13 @@ def launch_conv_backward(
     partial = x.new_empty(shape, dtype=torch.float32)
     dwindow = None if window is None else torch.empty_like(window)
     with torch.cuda.device_of(x):
-        launch(
-            conv_backward_kernel,
-            (shape[0] * num_blocks,),
+        conv_backward_kernel[(shape[0] * num_blocks,)](
             du, dnew, x, weight, bias, window, cu_seqlens, sequence, dx, partial,
             num_tokens, num_channels, num_segments, x.stride(0), x.stride(1),
             K=num_taps, L=SEGMENT, U=BACKWARD_ROWS, BI=block, num_warps=num_warps,
         )  # fmt: skip
         if window is not None:
-            launch(
-                conv_window_backward_kernel,
-                (window.shape[0] * num_blocks,),
+            conv_window_backward_kernel[(window.shape[0] * num_blocks,)](
                 du, dnew, x, weight, bias, window, cu_seqlens, dwindow,
                 num_tokens, num_channels, x.stride(0), x.stride(1),
                 K=num_taps, BI=block, num_warps=num_warps,

@@ -27,8 +27,8 @@ from flash_frac.ops.triton.control import (
     mode_weights,
 )
 from flash_frac.ops.triton.conv import load_parameters, weighted_sum
-from flash_frac.ops.triton.exponential import expm1, keep
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.exponential import decay_and_add, expm1
+from flash_frac.ops.triton.launch import block_size, ceil_div
 
 # Channels of a program. Few, so that a single sequence still occupies many processors.
 _CONV_CHANNELS, _STATE_CHANNELS = 128, 64
@@ -109,8 +109,8 @@ def control_step_kernel(
     b_read = mode_weights(b_read, m_m, NORMALIZATION)
     b_write = mode_weights(b_write, m_m, NORMALIZATION) * b_beta
     # [BM, BD]
-    b_new = keep(b_old, tl.reshape(b_log_decay, [BM, 1]))
-    b_new += tl.reshape(b_write, [BM, 1]) * b_u[None, :]
+    b_added = tl.reshape(b_write, [BM, 1]) * b_u[None, :]
+    b_new = decay_and_add(b_old, tl.reshape(b_log_decay, [BM, 1]), b_added)
     if p_mask is not None:
         b_new = tl.where(tl.load(p_mask + i_b) != 0, b_new, b_old)
     tl.store(p_state + o_state, b_new, mask=m_state)
@@ -129,9 +129,7 @@ def conv_step(
     batch, channels = x.shape
     u = x.new_empty(batch, channels)
     with torch.cuda.device_of(x):
-        launch(
-            conv_step_kernel,
-            (ceil_div(channels, _CONV_CHANNELS), batch),
+        conv_step_kernel[(ceil_div(channels, _CONV_CHANNELS), batch)](
             x, weight, bias, window, mask, u, channels, x.stride(0),
             K=weight.shape[-1], BI=_CONV_CHANNELS, num_warps=1,
         )  # fmt: skip
@@ -158,9 +156,7 @@ def control_step(
     y = torch.empty_like(u)
     width = min(block_size(channels), _STATE_CHANNELS)
     with torch.cuda.device_of(u):
-        launch(
-            control_step_kernel,
-            (ceil_div(channels, width), heads, batch),
+        control_step_kernel[(ceil_div(channels, width), heads, batch)](
             u, dyn, rw, dt_bias, read_gate, write_gate, log_tau, mask, state, gate, skip, y,
             heads, modes, channels, 0 if gate is None else gate.stride(0), gate_bias,
             *control_constants(settings), block_size(modes, smallest=1), width, num_warps=1,

@@ -52,7 +52,18 @@ def log(x):
 
 
 @triton.jit
-def keep(b_state, b_decay):
-    """exp(b_decay) b_state, with the digits of a slow decay and nothing left of a fast one."""
+def kept_parts(b_state, b_decay):
+    """Two numbers that add up to exp(b_decay) b_state; for a slow decay b_state, and a small one.
+
+    Nothing is left after a fast decay.
+    """
     b_scale, b_p = exp_parts(b_decay)
-    return b_scale * b_state + (b_scale * b_p) * b_state
+    b_scaled = b_scale * b_state
+    return b_scaled, b_p * b_scaled
+
+
+@triton.jit
+def decay_and_add(b_state, b_decay, b_added):
+    """exp(b_decay) b_state + b_added; for a slow decay with one rounding as large as the state."""
+    b_kept, b_change = kept_parts(b_state, b_decay)
+    return b_kept + (b_change + b_added)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.launch import block_size, ceil_div
 
 # Beyond so many vectors the matrix units win.
 MOST_VECTORS = 4
@@ -78,9 +78,7 @@ def gemv(
     # Few outputs are spread over more programs, so that all processors read.
     rows = _TILE // length if num_outputs >= 2048 else 1
     with torch.cuda.device_of(x):
-        launch(
-            gemv_kernel,
-            (batch, ceil_div(num_outputs, rows)),
+        gemv_kernel[(batch, ceil_div(num_outputs, rows))](
             x,
             norm_weight,
             weight,

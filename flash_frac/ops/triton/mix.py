@@ -25,7 +25,6 @@ from torch import Tensor
 
 from flash_frac.ops.triton.chunks import CHUNK, LEVELS, ChunkList, chunk_place
 from flash_frac.ops.triton.exponential import exp
-from flash_frac.ops.triton.launch import launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -254,9 +253,7 @@ def mix(
     read_in = read.new_empty(*places, CHUNK, modes, dtype=dtype)
     write_out = torch.empty_like(read_in)
     total = read.new_empty(*places, modes, dtype=torch.float32)
-    launch(
-        mix_kernel,
-        places,
+    mix_kernel[places](
         read,
         write,
         log_decay,
@@ -292,9 +289,7 @@ def mix_backward(
     """Gradients of read, write and log_decay, from partial results (P, N, H, ...) of the walk."""
     heads, num_modes = read.shape[-2:]
     dread, dwrite, dlog_decay = (torch.empty_like(x) for x in (read, write, log_decay))
-    launch(
-        mix_backward_kernel,
-        (chunks.num_chunks, heads),
+    mix_backward_kernel[(chunks.num_chunks, heads)](
         read,
         write,
         log_decay,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.launch import block_size, ceil_div
 
 MAX_SIZE = 8192
 # Elements of a block of rows, at least, and elements of it that a thread holds: more in the forward
@@ -196,9 +196,7 @@ def launch_norm_forward(
     rows, width, num_warps, num_programs = tile(x, FORWARD)
     size = x.shape[-1]
     with torch.cuda.device_of(x):
-        launch(
-            norm_forward_kernel,
-            (num_programs,),
+        norm_forward_kernel[(num_programs,)](
             x, residual, weight, y, z, x.numel() // size, size, eps,
             BR=rows, BN=width, num_warps=num_warps,
         )  # fmt: skip
@@ -214,9 +212,7 @@ def launch_norm_backward(
     size = z.shape[-1]
     partial = z.new_empty(num_programs, size, dtype=torch.float32)
     with torch.cuda.device_of(z):
-        launch(
-            norm_backward_kernel,
-            (num_programs,),
+        norm_backward_kernel[(num_programs,)](
             dy, dz, z, weight, dx, partial, z.numel() // size, size, eps,
             BR=rows, BN=width, num_warps=num_warps,
         )  # fmt: skip
@@ -238,9 +234,7 @@ def launch_gated_norm_forward(
     rows, width, num_warps, num_programs = tile(x, FORWARD)
     size = x.shape[-1]
     with torch.cuda.device_of(x):
-        launch(
-            gated_norm_forward_kernel,
-            (num_programs,),
+        gated_norm_forward_kernel[(num_programs,)](
             x, gate, weight, skip, u, y,
             x.numel() // size, size, stride_gate, eps, gate_bias,
             BR=rows, BN=width, num_warps=num_warps,
@@ -267,9 +261,7 @@ def launch_gated_norm_backward(
     dweight = x.new_empty(num_programs, size, dtype=torch.float32)
     dskip = None if skip is None else torch.empty_like(dweight)
     with torch.cuda.device_of(x):
-        launch(
-            gated_norm_backward_kernel,
-            (num_programs,),
+        gated_norm_backward_kernel[(num_programs,)](
             dy, x, gate, weight, skip, u, dx, dgate, du, dweight, dskip,
             x.numel() // size, size, stride_gate, eps, gate_bias,
             BR=rows, BN=width, num_warps=num_warps,

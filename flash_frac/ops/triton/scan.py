@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_frac.ops.triton.chunks import CHUNK, ChunkList, chunk_list, count_chunks
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.launch import block_size, ceil_div
 from flash_frac.ops.triton.mix import Mix, mix, mix_backward
 from flash_frac.ops.triton.tuning import Tuning, Walk, tuning_for
 from flash_frac.ops.triton.walk import (
@@ -133,9 +133,7 @@ def _states_before_segments(
     shape = (plan.num_segments, heads, plan.modes, channels)
     state, incoming = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
     decay = x.new_empty(shape[:3], dtype=torch.float32)
-    launch(
-        states_kernel,
-        plan.states.grid,
+    states_kernel[plan.states.grid](
         x,
         weights,
         total,
@@ -150,9 +148,7 @@ def _states_before_segments(
         EVERY_CHUNK=False,
     )
     block = min(block_size(channels), 256)
-    launch(
-        pass_kernel,
-        (heads, plan.modes, ceil_div(channels, block)),
+    pass_kernel[(heads, plan.modes, ceil_div(channels, block))](
         state,
         decay,
         incoming,
@@ -189,9 +185,7 @@ def scan_forward(
     )
     y = torch.empty_like(u)
     final = u.new_empty(state_shape(u, read.shape[-1], cu_seqlens), dtype=torch.float32)
-    launch(
-        output_kernel,
-        plan.output.grid,
+    output_kernel[plan.output.grid](
         u,
         *mixed,
         initial,
@@ -210,9 +204,7 @@ def _states_before_chunks(
     """The state before every chunk, (N, H, BM, D) in the dtype of u."""
     heads, channels = u.shape[2:]
     states = u.new_empty(chunks.num_chunks, heads, plan.modes, channels)
-    launch(
-        states_kernel,
-        plan.states.grid,
+    states_kernel[plan.states.grid](
         u,
         mixed.write_out,
         mixed.total,
@@ -257,9 +249,7 @@ def scan_backward(
     read_state = u.new_empty(*parts, CHUNK, plan.modes, dtype=torch.float32)
     write_state = torch.empty_like(read_state)
     across = u.new_empty(*parts, plan.modes, dtype=torch.float32)
-    launch(
-        gradient_kernel,
-        plan.gradient.grid,
+    gradient_kernel[plan.gradient.grid](
         u,
         dy,
         *mixed,

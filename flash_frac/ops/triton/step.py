@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.triton.exponential import keep
-from flash_frac.ops.triton.launch import block_size, ceil_div, launch
+from flash_frac.ops.triton.exponential import decay_and_add
+from flash_frac.ops.triton.launch import block_size, ceil_div
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def step_kernel(
     o_state = i_row * M * D + o_m[:, None] * D + o_d
     m_state = m_m[:, None] & m_d[None, :]
     b_state = tl.load(state + o_state, mask=m_state, other=0.0)
-    b_state = keep(b_state, b_decay[:, None]) + b_write[:, None] * b_u[None, :]
+    b_state = decay_and_add(b_state, b_decay[:, None], b_write[:, None] * b_u[None, :])
     tl.store(new_state + o_state, b_state, mask=m_state)
     b_y = tl.sum(b_read[:, None] * b_state, 0)
     tl.store(y + i_row * D + o_d, b_y.to(y.dtype.element_ty), mask=m_d)
@@ -49,9 +49,7 @@ def step(
     num_modes = read.shape[-1]
     y, new_state = torch.empty_like(u), torch.empty_like(state)
     block = min(block_size(channels), 64)
-    launch(
-        step_kernel,
-        (batch * heads, ceil_div(channels, block)),
+    step_kernel[(batch * heads, ceil_div(channels, block))](
         u,
         read,
         write,

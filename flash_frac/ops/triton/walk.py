@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 
 from flash_frac.ops.triton.chunks import chunk_place
-from flash_frac.ops.triton.exponential import keep
+from flash_frac.ops.triton.exponential import decay_and_add, kept_parts
 
 
 @triton.jit
 def _move(b_state, b_total, b_weights, b_x, PRECISION: tl.constexpr):
     """The state after a chunk: [BM, BD] from [BM], [BM, C] and [C, BD]."""
-    return keep(b_state, b_total[:, None]) + tl.dot(b_weights, b_x, input_precision=PRECISION)
+    b_added = tl.dot(b_weights, b_x, input_precision=PRECISION)
+    return decay_and_add(b_state, b_total[:, None], b_added)
 
 
 @triton.jit
@@ -112,11 +113,14 @@ def pass_kernel(
     BD: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The state before every segment. One program a head, mode and block of channels."""
+    """The state before every segment. One program a head, mode and block of channels.
+
+    Its sums are the longest there are, so what rounding takes is carried along.
+    """
     i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_d = tl.program_id(2) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    b_state = tl.zeros([BD], dtype=tl.float32)
+    b_state, b_lost = tl.zeros([BD], dtype=tl.float32), tl.zeros([BD], dtype=tl.float32)
     for i in range(0, num_segments, AHEAD):
         # Loads do not depend on the state: the compiler sends several before the first is needed.
         for j in tl.static_range(AHEAD):
@@ -125,7 +129,10 @@ def pass_kernel(
             b_added = tl.load(segment_state + o_row * D + o_d, mask=m_d & inside, other=0.0)
             b_total = tl.load(segment_total + o_row, mask=inside, other=0.0)
             tl.store(incoming + o_row * D + o_d, b_state, mask=m_d & inside)
-            b_state = keep(b_state, b_total) + b_added
+            b_kept, b_change = kept_parts(b_state, b_total)
+            b_change += b_added + decay_and_add(b_lost, b_total, 0.0)
+            b_state = b_kept + b_change
+            b_lost = (b_kept - b_state) + b_change
 
 
 @triton.jit
