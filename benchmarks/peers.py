@@ -78,7 +78,6 @@ def gated_delta_rule(inputs: ScanInputs) -> Operation:
 
 
 def state_space_dual(inputs: ScanInputs) -> Operation:
-    import mamba_ssm
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     def scan(x: Tensor, dt: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
@@ -89,8 +88,13 @@ def state_space_dual(inputs: ScanInputs) -> Operation:
     x, dt = normal(inputs, heads, channels), F.softplus(normal(inputs, heads) - 4)
     rate = -torch.linspace(1, 16, heads, device=x.device)
     arguments = (x, dt, rate, normal(inputs, 1, size), normal(inputs, 1, size))
-    name = f"mamba_ssm {mamba_ssm.__version__} SSD D{channels} N{size}"
+    name = f"{mamba_version()} SSD D{channels} N{size}"
     return Operation(name, {"H": heads, "M": size, "D": channels}, scan, arguments)
+
+
+def mamba_version() -> str:
+    """mamba_ssm may also lie on the path as sources, which say nothing of their version."""
+    return f"mamba_ssm {version_of('mamba_ssm') or 'from sources'}"
 
 
 def attention(inputs: ScanInputs) -> Operation:
@@ -207,11 +211,10 @@ def mamba2(frac: Any) -> ModelPeer:
 def mamba_kernels() -> str:
     """What fla's Mamba2 runs on: it takes another path, and says nothing, if this import fails."""
     try:
-        import mamba_ssm
         from mamba_ssm.ops.triton import ssd_combined  # noqa: F401
     except Exception:
         return "without mamba_ssm"
-    return f"mamba_ssm {mamba_ssm.__version__}"
+    return mamba_version()
 
 
 MODEL_PEERS: dict[str, Callable[[Any], ModelPeer]] = {

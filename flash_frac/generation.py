@@ -224,15 +224,15 @@ class _Session:
     def _record(self, function: Callable[..., None], inputs: list[Tensor]) -> torch.cuda.CUDAGraph:
         """Record a function that has run before, so that nothing is compiled meanwhile."""
         kept = [x.clone() for x in self._written()]
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            function(*inputs)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # One pool for all: what a replay leaves is outside it, in the session's own tensors.
-        with torch.cuda.graph(graph, pool=self.pool):
-            function(*inputs)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function(*inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            # One pool for all: what a replay leaves is outside it, in the session's own tensors.
+            with torch.cuda.graph(graph, pool=self.pool):
+                function(*inputs)
         for x, before in zip(self._written(), kept, strict=True):
             x.copy_(before)
         return graph

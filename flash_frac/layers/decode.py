@@ -17,15 +17,19 @@ from flash_frac.layers.state import MixerState
 from flash_frac.ops import uses_triton
 
 
+def _is_watched(module: nn.Module) -> bool:
+    """Whether something waits for this module to be called: a hook, or offloading."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+
+
 def _is_plain(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its weights and nothing else: no adapter, hook or offloading."""
+    """Whether a layer is its weights and nothing else, such as an adapter."""
     weight = module.weight
     return (
         type(module) in (nn.Linear, nn.Conv1d)
         and isinstance(weight, Tensor)
         and weight.dtype == x.dtype
         and weight.device == x.device
-        and not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
     )
 
 
@@ -40,7 +44,7 @@ def steps_in_place(norm: RMSNorm, mixer: FracMixer, x: Tensor) -> bool:
         and uses_triton(norm.backend, x)
         and mixer.settings.prior == "asymptotic"
         and all(_is_plain(part, x) for part in parts)
-        and not (mixer._forward_hooks or mixer._forward_pre_hooks)
+        and not any(_is_watched(module) for module in (norm, mixer, mixer.out_norm, *parts))
     )
 
 

@@ -8,12 +8,13 @@ from triton.compiler import ASTSource
 from flash_frac.ops.control import ControlSettings
 from flash_frac.ops.triton.control import control_constants
 from flash_frac.ops.triton.decode import control_step_kernel, conv_step_kernel
+from flash_frac.ops.triton.gemv import gemv_kernel
 from flash_frac.ops.triton.launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 
 RANGES = ("dt_min", "dt_max", "alpha_min", "alpha_span", "lambda_min", "lambda_max", "lambda_span")
-FLOATS = (*RANGES, "rho_min", "rho_max", "gate_bias")
+FLOATS = (*RANGES, "rho_min", "rho_max", "gate_bias", "eps")
 SWITCHES = ("K", "LAMBDA", "READ_PRIOR", "WRITE_PRIOR", "NORMALIZATION", "BETA")
 FLOAT32 = ("p_read_gate", "p_write_gate", "p_log_tau", "p_state", "p_skip")
 REST = ControlSettings(
@@ -38,6 +39,8 @@ CASES = [
     (conv_step_kernel, {"K": 4, "BI": 128, "p_mask": None}),
     (conv_step_kernel, {"K": 1, "BI": 128, "p_bias": None}),
     (conv_step_kernel, {"K": 8, "BI": 128}),
+    (gemv_kernel, {"E": 2048, "BO": 4, "BE": 2048, "p_bias": None, "p_residual": None}),
+    (gemv_kernel, {"E": 4097, "BO": 1, "BE": 2048, "p_norm": None}),
 ]
 
 
@@ -62,7 +65,10 @@ def test_compiles(case, dtype, arch):
         for i, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name in ("D", "num_channels", "stride_x", "stride_gate")
     }
+    warps = 4 if kernel is gemv_kernel else 1
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 1})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}
+    )
     assert compiled.asm["cubin"]
     assert f".target sm_{arch}" in compiled.asm["ptx"]

@@ -123,10 +123,14 @@ def test_hooks_and_adapters_are_not_passed_by():
     model = build(torch.float32, "triton")
     ids = tokens(1, 3)
     seen = []
-    model.model.layers[0].mixer.in_proj.register_forward_hook(lambda *a: seen.append(1))
-    cache = model(ids[:, :2], use_cache=True).past_key_values
-    model(ids[:, 2:], past_key_values=cache)
-    assert len(seen) == 2
+    block = model.model.layers[0]
+    for part in (block.mixer.in_proj, block.norm, block.mixer.out_norm, block.mixer):
+        hook = part.register_forward_hook(lambda *a: seen.append(1))
+        cache = model(ids[:, :2], use_cache=True).past_key_values
+        model(ids[:, 2:], past_key_values=cache)
+        hook.remove()
+        assert len(seen) == 2
+        seen.clear()
 
 
 @pytest.mark.parametrize("batch", [1, 6])
