@@ -212,7 +212,7 @@ def mamba_kernels() -> str:
     """What fla's Mamba2 runs on: it takes another path, and says nothing, if this import fails."""
     try:
         from mamba_ssm.ops.triton import ssd_combined  # noqa: F401
-    except Exception:
+    except ImportError:
         return "without mamba_ssm"
     return mamba_version()
 

@@ -20,6 +20,8 @@ from flash_frac.models import FracCache, FracForCausalLM
 PIECE = 16384
 # Longer pieces keep a GPU busy while the host prepares the next kernels, and need no graph.
 LONGEST_RECORDED = 4096
+# Of so many lengths the graphs are kept; then the one recorded first goes.
+MOST_RECORDED = 32
 # How many replays pass between two looks at whether all sequences have ended.
 LOOK_EVERY = 32
 
@@ -214,6 +216,8 @@ class _Session:
 
     def _replay(self, key: Any, function: Callable[..., None], inputs: list[Tensor]) -> None:
         if key not in self.graphs:
+            if len(self.graphs) > MOST_RECORDED:
+                del self.graphs[next(k for k in self.graphs if k != "step")]
             static = [x.clone() for x in inputs]
             self.graphs[key] = (self._record(function, static), static)
         graph, static = self.graphs[key]
@@ -222,7 +226,7 @@ class _Session:
         graph.replay()
 
     def _record(self, function: Callable[..., None], inputs: list[Tensor]) -> torch.cuda.CUDAGraph:
-        """Record a function that has run before, so that nothing is compiled meanwhile."""
+        """Run a function once, so that nothing is compiled meanwhile, and record it."""
         kept = [x.clone() for x in self._written()]
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device):

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from flash_frac.ops import uses_triton
 
-# Taps that the kernel takes. It could do with one, but Triton 3.4 does not compile that.
-_TAPS = range(2, 9)
-
 
 class ConvOutput(NamedTuple):
     """u: (B, T, I); window: (N, I, K - 1), the last inputs of each sequence."""
@@ -45,14 +42,16 @@ def causal_conv(
         mask: (B, T), 0 at padding. Padding is stepped over: real tokens are convolved as if it
             were not there.
         cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1; excludes a mask.
-        backend: as in `frac_scan`. Rows with a mask are always left to torch.
+        backend: as in `frac_scan`. Rows with a mask, and other than 2 to 8 taps, are left to torch.
     """
     num_taps = weight.shape[-1]
-    if mask is None and num_taps in _TAPS and uses_triton(backend, x):
-        from flash_frac.ops.custom_ops.conv import fused_causal_conv
+    # The kernel could do with one tap too, but Triton 3.4 does not compile that.
+    if mask is None and num_taps > 1 and uses_triton(backend, x):
+        from flash_frac.ops.custom_ops.conv import MAX_TAPS, fused_causal_conv
 
-        conv = fused_causal_conv(x, weight, bias, window=window, cu_seqlens=cu_seqlens)
-        return ConvOutput(*conv)
+        if num_taps <= MAX_TAPS:
+            conv = fused_causal_conv(x, weight, bias, window=window, cu_seqlens=cu_seqlens)
+            return ConvOutput(*conv)
     past = num_taps - 1
     num = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if window is None:

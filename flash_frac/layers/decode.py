@@ -84,7 +84,7 @@ def _norm_linear(
     x: Tensor, norm: RMSNorm | None, linear: nn.Linear, residual: Tensor | None = None
 ) -> Tensor:
     """residual + linear(norm(x)), in one kernel for a few vectors."""
-    from flash_frac.ops.custom_ops.gemv import MOST_VECTORS, fused_norm_linear
+    from flash_frac.ops.custom_ops.decode import MOST_VECTORS, fused_norm_linear
 
     if x.shape[0] <= MOST_VECTORS:
         return fused_norm_linear(
@@ -95,6 +95,7 @@ def _norm_linear(
             eps=0.0 if norm is None else norm.eps,
             residual=residual,
         )
+    # Not norm(x): the gated norm would gate again.
     x = x if norm is None else RMSNorm.forward(norm, x)
     if residual is None:
         return F.linear(x, linear.weight, linear.bias)

@@ -18,12 +18,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-# The longest axis that a kernel takes in one piece.
-_LONGEST = 8192
-
-
 class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight, in the dtype of x. `backend` as in `frac_scan`."""
+    """y = x / rms(x) * weight, in the dtype of x.
+
+    `backend` is as in `frac_scan`; rows longer than a kernel takes (8192) are left to torch.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6, *, backend: str = "auto") -> None:
         super().__init__()
@@ -31,7 +30,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def _fused(self, x: Tensor) -> bool:
-        return x.shape[-1] <= _LONGEST and uses_triton(self.backend, x)
+        if not uses_triton(self.backend, x):
+            return False
+        from flash_frac.ops.triton.norm import MAX_SIZE
+
+        return x.shape[-1] <= MAX_SIZE
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fused(x):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_frac.layers import rms_norm
-from flash_frac.ops.custom_ops.gemv import MOST_VECTORS, _norm_linear, fused_norm_linear
+from flash_frac.ops.custom_ops.decode import MOST_VECTORS, _norm_linear, fused_norm_linear
 from flash_frac.ops.testing import relative_error
 from tests.kernels.devices import DEVICE, DTYPES
 
@@ -50,5 +50,8 @@ def test_errors():
     x, weight, *_ = inputs(torch.float32, 4, 8, 2, (False, False, False))
     with pytest.raises(ValueError, match=r"x must be at most 4 vectors"):
         fused_norm_linear(x.repeat(3, 1), weight)
+    with pytest.raises(ValueError, match=r"fused_norm_linear has no gradient"):
+        fused_norm_linear(x, weight.requires_grad_())
+    weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"residual must have shape \(2, 4\)"):
         fused_norm_linear(x, weight, residual=x)

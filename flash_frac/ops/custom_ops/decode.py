@@ -1,6 +1,8 @@
-"""One token of the convolution and of the scan as operators that update their states in place.
+"""Operators for decoding, without gradients: convolution and scan of one token, which update their
+states in place, and a linear layer on a few vectors.
 
-Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps.
+Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps, E inputs, O
+outputs of a linear layer.
 """
 
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from flash_frac.ops.control import ControlSettings
 from flash_frac.ops.custom_ops.control import pack_settings, unpack_settings
 from flash_frac.ops.custom_ops.operator import operator
 from flash_frac.ops.triton.decode import control_step, conv_step
+from flash_frac.ops.triton.gemv import MOST_VECTORS, gemv
 from flash_frac.ops.triton.launch import refusal
 
 
@@ -102,6 +105,37 @@ def fused_control_step(
     return _control_step(*inputs, *pack_settings(settings))
 
 
+def fused_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + weight RMSNorm(x) + bias, rounded once, at the end; it has no gradient.
+
+    Args:
+        x: (B, E), its last axis contiguous, at most MOST_VECTORS rows.
+        weight: (O, E), contiguous; bias: (O,) or None.
+        norm_weight: (E,) of the norm, with its eps; None for no norm.
+        residual: (B, O), contiguous, or None.
+
+    Returns:
+        (B, O), in the dtype of x.
+    """
+    if x.ndim != 2 or x.shape[0] > MOST_VECTORS:
+        raise ValueError(
+            f"x must be at most {MOST_VECTORS} vectors (B, E), got shape {tuple(x.shape)}"
+        )
+    (batch, size), num_outputs = x.shape, weight.shape[0]
+    shapes = [("weight", weight, (num_outputs, size)), ("bias", bias, (num_outputs,))]
+    shapes += [("norm_weight", norm_weight, (size,)), ("residual", residual, (batch, num_outputs))]
+    _check("fused_norm_linear", x, shapes)
+    return _norm_linear(x, weight, bias, norm_weight, eps, residual)
+
+
 def _check(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tuple]]) -> None:
     if reason := refusal(x):
         raise ValueError(f"{function} cannot run here: {reason}")
@@ -166,3 +200,20 @@ def _control_step(
 @_control_step.register_fake
 def _(u, *rest):
     return torch.empty_like(u)
+
+
+@operator("norm_linear")
+def _norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+) -> Tensor:
+    return gemv(x, weight, bias, norm_weight, eps, residual)
+
+
+@_norm_linear.register_fake
+def _(x, weight, bias, norm_weight, eps, residual):
+    return x.new_empty(x.shape[0], weight.shape[0])

@@ -84,6 +84,20 @@ def _split(b_read, b_write, b_prefix, b_suffix, o_t, LEVEL: tl.constexpr, PRECIS
 
 
 @triton.jit
+def _places(
+    table, num_tokens, chunks_each, H,
+    M: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Tokens and modes of this program's chunk and head, its number, offsets [C, BM] and mask."""
+    i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, row, length, _, _ = chunk_place(i_chunk, table, num_tokens, chunks_each, C, PACKED)
+    o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
+    o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * M + o_m
+    m_x = (o_t < length)[:, None] & (o_m < M)[None, :]
+    return o_t, o_m, i_chunk * H + i_h, o_x, m_x
+
+
+@triton.jit
 def mix_kernel(
     read,
     write,
@@ -103,11 +117,7 @@ def mix_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, row, length, _, _ = chunk_place(i_chunk, table, num_tokens, chunks_each, C, PACKED)
-    o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
-    o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * M + o_m
-    m_x = (o_t < length)[:, None] & (o_m < M)[None, :]
+    o_t, o_m, i_place, o_x, m_x = _places(table, num_tokens, chunks_each, H, M, BM, C, PACKED)
     # [C, BM]
     b_read = tl.load(read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(write + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -127,7 +137,6 @@ def mix_kernel(
         b_gamma += b_pairs
         b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
 
-    i_place = i_chunk * H + i_h
     o_place = i_place * C * BM + o_t[:, None] * BM + o_m
     b_in = b_read * _power(b_prefix, PRECISION)
     b_out = b_write * _power(b_suffix, PRECISION)
@@ -163,18 +172,13 @@ def mix_backward_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, row, length, _, _ = chunk_place(i_chunk, table, num_tokens, chunks_each, C, PACKED)
-    o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
-    o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * M + o_m
-    m_x = (o_t < length)[:, None] & (o_m < M)[None, :]
+    o_t, o_m, i_place, o_x, m_x = _places(table, num_tokens, chunks_each, H, M, BM, C, PACKED)
     # [C, BM]
     b_read = tl.load(read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(write + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_decay = tl.load(log_decay + o_x, mask=m_x, other=0.0) * _unit(PRECISION)
 
     # Sums over the blocks of channels.
-    i_place = i_chunk * H + i_h
     o_place = o_t[:, None] * BM + o_m
     o_pair = o_t[:, None] * C + o_t[None, :]
     b_in, b_out = tl.zeros([C, BM], dtype=tl.float32), tl.zeros([C, BM], dtype=tl.float32)

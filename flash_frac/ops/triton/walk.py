@@ -20,6 +20,17 @@ from flash_frac.ops.triton.exponential import decay_and_add, kept_parts
 
 
 @triton.jit
+def _places(D, M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """Segment and head of this program; tokens, modes, channels and states it indexes; masks."""
+    i_segment, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
+    o_d = tl.program_id(2) * BD + tl.arange(0, BD)
+    m_d = (o_d < D)[None, :]
+    o_state = o_m[:, None] * D + o_d
+    return i_segment, i_h, o_t, o_m, o_d, m_d, o_state, (o_m < M)[:, None] & m_d
+
+
+@triton.jit
 def _move(b_state, b_total, b_weights, b_x, PRECISION: tl.constexpr):
     """The state after a chunk: [BM, BD] from [BM], [BM, C] and [C, BD]."""
     b_added = tl.dot(b_weights, b_x, input_precision=PRECISION)
@@ -65,12 +76,7 @@ def states_kernel(
 
     With it: the state before every chunk, from the states before the segments.
     """
-    i_segment, i_d = tl.program_id(0), tl.program_id(2)
-    i_h = tl.program_id(1).to(tl.int64)
-    o_t, o_m, o_d = tl.arange(0, C), tl.arange(0, BM), i_d * BD + tl.arange(0, BD)
-    m_d = (o_d < D)[None, :]
-    o_state = o_m[:, None] * D + o_d
-    m_state = (o_m < M)[:, None] & m_d
+    i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _places(D, M, BM, BD, C)
     i_out = (i_segment * H + i_h) * BM
     b_state = tl.zeros([BM, BD], dtype=tl.float32)
     b_decay = tl.zeros([BM], dtype=tl.float32)
@@ -160,12 +166,7 @@ def output_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_segment, i_d = tl.program_id(0), tl.program_id(2)
-    i_h = tl.program_id(1).to(tl.int64)
-    o_t, o_m, o_d = tl.arange(0, C), tl.arange(0, BM), i_d * BD + tl.arange(0, BD)
-    m_d = (o_d < D)[None, :]
-    o_state = o_m[:, None] * D + o_d
-    m_state = (o_m < M)[:, None] & m_d
+    i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _places(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
     b_state = tl.load(incoming + i_in * D + o_state, mask=m_d, other=0.0)
     start = i_segment * per_segment
@@ -222,12 +223,7 @@ def gradient_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    i_segment, i_d = tl.program_id(0), tl.program_id(2)
-    i_h = tl.program_id(1).to(tl.int64)
-    o_t, o_m, o_d = tl.arange(0, C), tl.arange(0, BM), i_d * BD + tl.arange(0, BD)
-    m_d = (o_d < D)[None, :]
-    o_state = o_m[:, None] * D + o_d
-    m_state = (o_m < M)[:, None] & m_d
+    i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _places(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
     b_state = tl.load(incoming + i_in * D + o_state, mask=m_d, other=0.0)
     start = i_segment * per_segment
@@ -239,7 +235,7 @@ def gradient_kernel(
         o_sequence = (sequence * H + i_h) * M * D + o_state
         b_state = _begin(b_state, dfinal, o_sequence, m_state, last)
         i_place = i_chunk * H + i_h
-        i_part = i_d.to(tl.int64) * num_chunks * H + i_place
+        i_part = tl.program_id(2).to(tl.int64) * num_chunks * H + i_place
         o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * D + o_d
         m_x = (o_t < length)[:, None] & m_d
         o_weights = i_place * C * BM + o_t[:, None] * BM + o_m
