@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ from flash_frac.ops import (
     frac_step,
     uses_triton,
 )
+from flash_frac.ops.context_parallel import sharded_scan, window_before
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Names of the tensors that carry time: float32 whatever the dtype of the rest.
 TIME_PARAMETERS = ("base_log_tau", "dt_bias", "read_residual_logit", "write_residual_scale", "D")
@@ -53,6 +58,10 @@ class FracMixer(nn.Module):
         norm_eps: of the gated norm.
         initializer_range: standard deviation of the projections' weights at the start.
         backend: of `frac_scan`.
+
+    Attributes:
+        context_group: the ranks that share each row, this one holding the slice of its rank, as
+            `flash_frac.ops.context_parallel` has it; None (the default) if rows are whole.
 
     Example:
         >>> mixer = FracMixer(256, num_heads=4, head_dim=128)
@@ -119,6 +128,7 @@ class FracMixer(nn.Module):
         self.num_modes, self.conv_kernel = num_modes, conv_kernel
         self.read_init, self.write_init = read_init, write_init
         self.initializer_range, self.backend = initializer_range, backend
+        self.context_group: ProcessGroup | None = None
 
         inner = num_heads * head_dim
         self.num_dynamics = 3 if self.settings.alpha_fixed is None else 2
@@ -203,12 +213,16 @@ class FracMixer(nn.Module):
             y (B, T, E), and the state of the N sequences after their last real token.
         """
         self._check(x, state, attention_mask, cu_seqlens)
+        group, taps = self.context_group, self.conv_kernel
         inner_x, gate = self.in_proj(x).chunk(2, -1)
+        before = None if state is None else state.conv
+        if group is not None:
+            before = window_before(inner_x, taps, group=group, cu_seqlens=cu_seqlens)
         u, window = causal_conv(
             inner_x,
             self.conv1d.weight,
             self.conv1d.bias,
-            window=None if state is None else state.conv,
+            window=before,
             mask=attention_mask,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
@@ -220,6 +234,16 @@ class FracMixer(nn.Module):
             token = (u[:, 0], read[:, 0], write[:, 0], log_decay[:, 0])
             y, recurrent = frac_step(*token, recurrent, backend=self.backend)
             y = y[:, None]
+        elif group is not None:
+            y, recurrent = sharded_scan(
+                u,
+                read,
+                write,
+                log_decay,
+                group=group,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+            )
         else:
             y, recurrent = frac_scan(
                 u,
@@ -283,6 +307,16 @@ class FracMixer(nn.Module):
             raise ValueError(
                 f"attention_mask must have shape {tuple(x.shape[:2])}, "
                 f"got {tuple(attention_mask.shape)}"
+            )
+        if self.context_group is not None and attention_mask is not None:
+            raise ValueError(
+                "attention_mask must be None with a context_group; leave the mask out and pad the "
+                "end of the row, where it changes nothing before it, or pack with cu_seqlens"
+            )
+        if self.context_group is not None and state is not None:
+            raise ValueError(
+                "state must be None with a context_group: a slice continues that of the rank "
+                "before; set context_group to None to continue from a state"
             )
         num = x.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, x)
         if state is None:

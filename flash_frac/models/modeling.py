@@ -6,7 +6,7 @@ Letters: B batch, T time, E width, V vocabulary, N sequences (B, or those packed
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from flash_frac.models.configuration import FracConfig
 from flash_frac.models.inputs import check_inputs, local_mask
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.get_logger(__name__)
 
@@ -72,7 +75,8 @@ class FracBlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
-        alone = cu_seqlens is None and steps_in_place(self.norm, self.mixer, hidden_states)
+        alone = cu_seqlens is None and self.mixer.context_group is None
+        alone = alone and steps_in_place(self.norm, self.mixer, hidden_states)
         if alone and state is not None:
             return step_in_place(self.norm, self.mixer, hidden_states, state, attention_mask)
         mixed, state = self.mixer(
@@ -105,6 +109,21 @@ class FracPreTrainedModel(PreTrainedModel):
             for name, value in module.initial_time_values().items():
                 if getattr(module, name) is not None:
                     init.copy_(getattr(module, name), value)
+
+    def set_context_group(self, group: ProcessGroup | None) -> None:
+        """Share each row among the ranks of a group; None gives every rank rows of its own again.
+
+        Rank r then passes slice r of each row, and of labels that were shifted before the cut, as
+        both `labels` and `shift_labels`. With `num_items_in_batch`, the labels of all ranks that
+        count, the sum of the ranks' losses is the loss and the sum of their gradients its gradient.
+
+        Example:
+            >>> model.set_context_group(torch.distributed.group.WORLD)
+            >>> loss = model(ids, labels=shifted, shift_labels=shifted, num_items_in_batch=n).loss
+        """
+        for module in self.modules():
+            if isinstance(module, FracMixer):
+                module.context_group = group
 
 
 class FracModel(FracPreTrainedModel):
