@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.metadata
 import platform
 import shlex
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+
+from flash_frac.provenance import git_commit, version_of
 
 RESULTS = Path(__file__).parent / "results"
 Result = TypeVar("Result")
@@ -171,24 +170,6 @@ def _measured(arguments: Iterable[str]) -> list[str]:
         if name in given:
             del given[given.index(name) : given.index(name) + 2]
     return given
-
-
-def git_commit() -> str | None:
-    """The commit this file is at, marked if files differ from it; None outside a repository."""
-    if shutil.which("git") is None:
-        return None
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-
-
-def version_of(package: str) -> str | None:
-    """The version of an installed package. (torch tells more by itself: which CUDA it is for.)"""
-    if package == "torch":
-        return torch.__version__
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def default_path() -> Path:

@@ -1,6 +1,6 @@
 """Time forward and backward of the scan beside other formulations, and append the rows.
 
-    python benchmarks/ops.py [--no-peers] [--profile] [--time 4096] [--repeats 15]
+    python benchmarks/ops.py [--no-peers | --peers NAME ...] [--profile] [--time T] [--repeats R]
 
 On a machine with a GPU: the Triton and the torch backend in bfloat16 at the shape of the 1.3B
 model, and the peers of `peers.py` that can be imported, in turns; rows go to <gpu>.csv. Read and
@@ -17,7 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from measure import (
     runnable,
     time_in_turns,
 )
-from peers import Operation, op_peers
+from peers import OP_PEERS, Operation, op_peers
 from torch import Tensor
 
 from flash_frac.ops import frac_scan
@@ -196,14 +196,14 @@ def measure_operations(
     failures: list[str],
     *,
     backends: Sequence[str] = ("triton", "torch"),
-    peers: bool = True,
+    peers: Iterable[str] = (),
     device: str = "cuda",
 ) -> list[dict]:
     """Rows of the backends and the peers, forward and forward+backward, at one shape."""
 
     def operations(inputs: ScanInputs) -> list[Operation]:
         ours = [our_scan(inputs, backend) for backend in backends]
-        return [*ours, *(op_peers(inputs, failures) if peers else [])]
+        return [*ours, *op_peers(peers, inputs, failures)]
 
     tiny = [1, min(sizes[1], 4096), min(sizes[2], 2), *sizes[3:]]
     inputs = random_inputs(*tiny, dtype=torch.bfloat16, device=device, rho_eps=1e-6)
@@ -256,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--time", type=int, default=4096, help="tokens, on a CPU")
     parser.add_argument("--repeats", type=int, default=15, help="on a CPU")
     parser.add_argument("--profile", action="store_true", help="times of the kernels, no rows")
+    parser.add_argument("--peers", nargs="+", choices=[*OP_PEERS], default=[*OP_PEERS])
     parser.add_argument("--peak-of", nargs=6, help=argparse.SUPPRESS)
     add_options(parser)
     typed = sys.argv[1:] if arguments is None else arguments
@@ -274,14 +275,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_header(path)
     # Before the first row is written: from then on the tree differs from its commit.
     machine = describe_machine(__file__, typed, options.commit)
+
+    def keep(rows: list[dict]) -> None:
+        """Size by size, so that what was measured outlasts a later failure."""
+        print_rows(rows)
+        append([row | machine for row in rows], path)
+
     failures: list[str] = []
     if torch.cuda.is_available():
-        peers = not options.no_peers
-        rows = [r for s in GPU_SIZES for r in measure_operations(s, failures, peers=peers)]
+        for sizes in GPU_SIZES:
+            peers = [] if options.no_peers else options.peers
+            keep(measure_operations(sizes, failures, peers=peers))
     else:
-        rows = measure_cpu([1, options.time, 8, 16, 64], options.repeats)
-    print_rows(rows)
-    append([row | machine for row in rows], path)
+        keep(measure_cpu([1, options.time, 8, 16, 64], options.repeats))
     exit_if_ours_failed(failures)
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import attempt, version_of
+from measure import attempt
 from torch import Tensor
 
 from flash_frac.ops.testing import ScanInputs
+from flash_frac.provenance import version_of
 
 
 class Operation(NamedTuple):
@@ -39,9 +40,9 @@ class Operation(NamedTuple):
         return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
 
-def op_peers(inputs: ScanInputs, failures: list[str]) -> list[Operation]:
-    """Every operator that can be imported, with inputs of the batch and time of these."""
-    made = (attempt(name, partial(make, inputs), failures) for name, make in OP_PEERS.items())
+def op_peers(names: Iterable[str], inputs: ScanInputs, failures: list[str]) -> list[Operation]:
+    """Those of `names` that can be imported, with inputs of the batch and time of these."""
+    made = (attempt(name, partial(OP_PEERS[name], inputs), failures) for name in names)
     return [operation for found in made for operation in found]
 
 
@@ -115,10 +116,10 @@ def normal(inputs: ScanInputs, *sizes: int) -> Tensor:
 
 
 OP_PEERS: dict[str, Callable[[ScanInputs], Operation]] = {
-    "fla chunk_gla": gated_linear_attention,
-    "fla gated_delta_rule": gated_delta_rule,
-    "mamba_ssm SSD": state_space_dual,
-    "torch SDPA": attention,
+    "chunk_gla": gated_linear_attention,
+    "gated_delta_rule": gated_delta_rule,
+    "ssd": state_space_dual,
+    "sdpa": attention,
 }
 
 

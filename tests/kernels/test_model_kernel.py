@@ -148,6 +148,20 @@ def test_generator(batch):
         assert torch.equal(generator.generate(ids, max_new_tokens=6), expected)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter computes float32 only")
+def test_autocast():
+    """Weights in float32, products in bfloat16, as trainers do it."""
+    ids = tokens(2, 40)
+    results = []
+    for model in models(torch.float32, fuse_linear_cross_entropy=True):
+        half = next(model.parameters()).dtype == torch.float32
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+        results.append({"loss": loss} | {n: p.grad for n, p in model.named_parameters()})
+    assert_all_as_good(*results, torch.bfloat16)
+
+
 def test_compiling():
     """Forward and a training step in one graph each, with the kernels in it as operators."""
     compiler = "inductor" if DEVICE == "cuda" else "aot_eager"

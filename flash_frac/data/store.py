@@ -1,0 +1,138 @@
+"""The token store: a folder of flat tokens that is read from the disk as it is needed.
+
+- `tokens.bin`: little-endian uint16, or uint32 where the vocabulary needs it; every document
+  followed by the eos token, and nothing else.
+- `documents.npy`: int64, where each document starts, and at last where all end.
+- `meta.json`: counts, the tokenizer's hash, the sources, the version of the format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+
+
+class TokenStore:
+    """A finished store, opened for reading.
+
+    Attributes:
+        num_tokens, num_documents: counts; eos tokens are counted.
+        starts: (num_documents + 1,) int64, the start of each document, then `num_tokens`.
+        meta: what `meta.json` says.
+
+    Example: `store = TokenStore("tokens/train"); ids = store.tokens(0, 1024)`
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.meta: dict[str, Any] = json.loads((self.folder / "meta.json").read_text())
+            self._check_format()
+            self.num_tokens: int = self.meta["num_tokens"]
+            self.num_documents: int = self.meta["num_documents"]
+            self.starts: np.ndarray = np.load(
+                self.folder / "documents.npy", mmap_mode="r", allow_pickle=False
+            )
+            self._tokens = np.memmap(
+                self.folder / "tokens.bin", np.dtype(self.meta["dtype"]), mode="r"
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.folder} is no readable token store ({error}); delete it, and it will be "
+                "made again"
+            ) from error
+        # A disk that was full, or a copy that stopped, must not look like shorter data.
+        if len(self._tokens) != self.num_tokens or len(self.starts) != self.num_documents + 1:
+            raise ValueError(
+                f"{self.folder} is damaged: meta.json counts {self.num_tokens} tokens and "
+                f"{self.num_documents} documents, the files hold {len(self._tokens)} and "
+                f"{len(self.starts) - 1}; delete it, and it will be made again"
+            )
+
+    def _check_format(self) -> None:
+        if self.meta["format"] != FORMAT:
+            raise ValueError(f"format {self.meta['format']}, this version reads {FORMAT}")
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """A copy of tokens [start, stop) as (stop - start,) int64; both must be in the store."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise ValueError(
+                f"start and stop must satisfy 0 <= start <= stop <= {self.num_tokens}, "
+                f"got {start} and {stop}"
+            )
+        return self._tokens[start:stop].astype(np.int64)
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenStore({str(self.folder)!r}, num_tokens={self.num_tokens}, "
+            f"num_documents={self.num_documents})"
+        )
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+        # A spawned dataloader worker opens the files itself; the tokens would be copied otherwise.
+        return TokenStore, (self.folder,)
+
+
+class StoreWriter:
+    """Writes a store piece by piece; it can be opened once `close` has returned.
+
+    Example: `writer = StoreWriter("new", np.dtype("<u2")); writer.write(ids, ends=True);
+    writer.close({})`
+    """
+
+    def __init__(self, folder: str | Path, dtype: np.dtype) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir()
+        self.dtype = dtype
+        self.num_tokens = 0
+        self._starts = array("q", [0])
+        self._file = open(self.folder / "tokens.bin", "wb", buffering=1 << 20)  # noqa: SIM115
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that were ended so far."""
+        return len(self._starts) - 1
+
+    def write(self, ids: np.ndarray, *, ends: bool) -> None:
+        """Append ids (n,); `ends` says that a document ends with them."""
+        self._file.write(np.ascontiguousarray(ids, self.dtype).data)
+        self.num_tokens += len(ids)
+        if ends:
+            self._starts.append(self.num_tokens)
+
+    def close(self, meta: Mapping[str, Any]) -> None:
+        """Write the index and `meta`, with the counts, and see everything onto the disk."""
+        _sync(self._file)
+        with open(self.folder / "documents.npy", "wb") as file:
+            np.save(file, np.frombuffer(self._starts, np.int64))
+            _sync(file)
+        counts = {
+            "format": FORMAT,
+            "dtype": self.dtype.str,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+        }
+        with open(self.folder / "meta.json", "w") as file:
+            json.dump(counts | dict(meta), file, indent=1)
+            _sync(file)
+
+    def abandon(self) -> None:
+        """Let go of the file; what was written is of no use."""
+        # Flushing to a full disk fails once more, and there is nothing to save.
+        with suppress(OSError):
+            self._file.close()
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

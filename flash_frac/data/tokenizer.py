@@ -1,0 +1,156 @@
+"""Tokenizers: two that are built in (bytes, DNA), any other through `AutoTokenizer`.
+
+Both are ordinary `tokenizers` files once saved, so a trained model needs flash-frac for its
+weights, but not for its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# Bytes stand behind <pad>, <bos> and <eos>.
+FIRST_BYTE = 3
+# HyenaDNA's numbering, so that its vocabulary and ours agree.
+DNA_SPECIAL = ["[CLS]", "[SEP]", "[BOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]"]
+DNA_LETTERS = "ACGTN"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """UTF-8 bytes: <pad> 0, <bos> 1, <eos> 2, byte b at 3 + b; 259 ids, nothing is downloaded.
+
+    Any text decodes to itself; a literal "<eos>" in the text is five bytes, never the token.
+
+    Example: `byte_tokenizer()("hi").input_ids == [3 + 104, 3 + 105]`
+    """
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    vocabulary |= {letter: FIRST_BYTE + byte for byte, letter in enumerate(_byte_letters())}
+    # Without merges, byte-pair encoding stops at the bytes.
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def dna_tokenizer() -> PreTrainedTokenizerFast:
+    """Letters of DNA with HyenaDNA's ids: A 7, C 8, G 9, T 10, N 11; any other letter is [UNK] 6.
+
+    Lower case is read as upper case. [SEP] 1 ends a sequence; nothing is added by encoding.
+
+    Example: `dna_tokenizer()("acgX").input_ids == [7, 8, 9, 6]`
+    """
+    names = [*DNA_SPECIAL, *DNA_LETTERS]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="[UNK]", fuse_unk=False))
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Replace(letter.lower(), letter) for letter in DNA_LETTERS]
+    )
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(DNA_SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        eos_token="[SEP]",
+        bos_token="[BOS]",
+        mask_token="[MASK]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of that name: "bytes", "dna", or a folder or hub id for `AutoTokenizer`.
+
+    A folder that is itself called bytes or dna is reached as "./bytes".
+
+    Example: `load_tokenizer("bytes").eos_token_id == 2`
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    if name == "dna":
+        return dna_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    # Every kind of tokenizer file fails in its own way, and each needs the same advice.
+    except Exception as error:
+        raise ValueError(
+            f"tokenizer {name!r} cannot be loaded: expected 'bytes', 'dna', a folder with "
+            "tokenizer.json, or a hub id that is within reach (a private one needs a login). "
+            f"The reader said: {error}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {name!r} has no eos token, which must end each document: set one "
+            "(tokenizer.eos_token = ...), save it with save_pretrained and give that folder"
+        )
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id plus one: what a model's vocabulary must hold (ids may have holes).
+
+    Example: `vocabulary_size(byte_tokenizer()) == 259`
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """ValueError when a token of the tokenizer has no place in a model of `vocab_size` tokens.
+
+    Example: `check_vocabulary(byte_tokenizer(), 264)`
+    """
+    needed = vocabulary_size(tokenizer)
+    if needed > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {needed} tokens, but the model's vocab_size is {vocab_size}: "
+            f"set vocab_size to {needed} or more, or choose a smaller tokenizer"
+        )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything in a tokenizer that decides on the ids, wherever it was loaded from.
+
+    Example: `tokenizer_hash(byte_tokenizer()) != tokenizer_hash(dna_tokenizer())`
+    """
+    digest = hashlib.sha256(str(tokenizer.eos_token_id).encode())
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        # These two are left behind by the last call, and belong to no text.
+        content |= {"truncation": None, "padding": None}
+        digest.update(json.dumps(content, sort_keys=True).encode())
+        return digest.hexdigest()
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    facts = [type(tokenizer).__name__, tokenizer.get_vocab(), added]
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    # Merges and models of pieces are only in the files; not every tokenizer has any.
+    with tempfile.TemporaryDirectory() as folder, suppress(NotImplementedError):
+        for name in sorted(tokenizer.save_vocabulary(folder)):
+            digest.update(Path(name).read_bytes())
+    return digest.hexdigest()
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that stands for each byte in a byte-level vocabulary.
+
+    Bytes that print stand for themselves, the others follow from code point 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: 256 + i for i, byte in enumerate(hidden)}
+    return [chr(stand_in.get(byte, byte)) for byte in range(256)]

@@ -1,0 +1,210 @@
+"""What a model's memory is like: the controls that its layers choose, and the kernels they make.
+
+A head that holds its controls Δ, α, λ and reads and writes by its prior p = softmax(-α log tau)
+answers a token n steps later with
+
+    K(n) = Σ_m p_m p_m (1 - ρ_m) ρ_m^n,    ρ_m = exp(-Δ λ^(1/α) / tau_m)
+
+so mode m holds a mass of p_m p_m, of which 1 - ρ_m^n has gone by after n tokens. The residuals that
+tokens add to reads and writes are left out. Letters: B batch, T time, H heads, M modes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from flash_frac.layers import FracMixer
+from flash_frac.models import FracPreTrainedModel
+from flash_frac.ops.control import ControlSettings, Dynamics, dynamics, log_prior, mode_log_decay
+
+# Of its mass, this share is left behind at a kernel's horizon.
+HORIZON_MASS = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """The memory of one layer on some tokens.
+
+    Attributes:
+        delta_mean, delta_std, alpha_mean, alpha_std, lambda_mean, lambda_std: of the controls, over
+            tokens and heads.
+        clamped_share: of all (token, head, mode), how many have a decay on a bound of rho_eps.
+        horizon: tokens after which 90% of the kernel's mass is gone, at the mean controls of each
+            head; the geometric mean over heads.
+    """
+
+    delta_mean: float
+    delta_std: float
+    alpha_mean: float
+    alpha_std: float
+    lambda_mean: float
+    lambda_std: float
+    clamped_share: float
+    horizon: float
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """The numbers by name, such as "memory/layer_0/alpha_mean" with that prefix."""
+        return {f"{prefix}{name}": value for name, value in asdict(self).items()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; afterwards every module has the mode it had.
+
+    Example: `with evaluating(model): logits = model(ids).logits`
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def memory_statistics(
+    model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None = None
+) -> list[LayerStatistics]:
+    """The memory of every layer, from one forward pass without gradients.
+
+    Args:
+        model: a Frac model; of one that is wrapped, the model inside.
+        input_ids: (B, T).
+        cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1).
+
+    Example:
+        >>> for layer in memory_statistics(model, ids):
+        ...     print(f"alpha {layer.alpha_mean:.2f}, horizon {layer.horizon:.0f} tokens")
+    """
+    return [_statistics(seen) for seen in _look(model, input_ids, cu_seqlens)]
+
+
+def layer_kernel(
+    model: nn.Module, layer: int, lags: Sequence[float] | np.ndarray, input_ids: Tensor
+) -> np.ndarray:
+    """The kernel K(n) of each head of a layer, (H, len(lags)) float64, at its mean controls.
+
+    Args:
+        model: a Frac model; of one that is wrapped, the model inside.
+        layer: its number; -1 is the last.
+        lags: n, in tokens, 0 or more.
+        input_ids: (B, T), the tokens over which the controls are averaged.
+
+    Example: `plt.loglog(lags, layer_kernel(model, 0, lags, ids).T)`
+    """
+    lags = np.asarray(lags, np.float64)
+    if lags.ndim != 1 or not (lags >= 0).all():
+        raise ValueError(f"lags must be a list of numbers that are 0 or more, got {lags}")
+    seen = _look(model, input_ids, None)
+    if not -len(seen) <= layer < len(seen):
+        raise ValueError(f"layer must be in [0, {len(seen)}), the layers there are, got {layer}")
+    masses, log_decay = _modes(seen[layer])
+    amplitudes = masses * -torch.expm1(log_decay)
+    powers = torch.exp(log_decay[:, None] * torch.from_numpy(lags)[:, None])
+    return (amplitudes[:, None] * powers).sum(-1).numpy()
+
+
+class _Seen(NamedTuple):
+    """What a layer did: Δ, α, λ (B, T, H) float32 or float64, and log tau (M,) float64."""
+
+    settings: ControlSettings
+    dyn: Dynamics
+    log_tau: Tensor
+
+
+def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> list[_Seen]:
+    """What each layer does on these tokens."""
+    if not isinstance(model, FracPreTrainedModel):
+        raise ValueError(
+            f"model must be a Frac model, got {type(model).__name__}; of a wrapped one (compiled, "
+            "or in DistributedDataParallel) pass the model inside"
+        )
+    seen: list[_Seen] = []
+
+    def watch(mixer: FracMixer) -> RemovableHandle:
+        def keep(module: nn.Module, arguments: Any, logits: Tensor) -> None:
+            # Here and not later, when parameters may again be spread over processes.
+            log_tau = mixer.base_log_tau.detach().double()
+            seen.append(_Seen(mixer.settings, _dynamics(mixer, logits), log_tau))
+
+        return mixer.dyn_proj.register_forward_hook(keep)
+
+    handles = [watch(module) for module in model.modules() if isinstance(module, FracMixer)]
+    try:
+        with evaluating(model):
+            # The head over the vocabulary costs more than the layers of a small model.
+            model.base_model(input_ids, cu_seqlens=cu_seqlens, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _dynamics(mixer: FracMixer, logits: Tensor) -> Dynamics:
+    """Δ, α, λ from the output (B, T, 3 H) of `dyn_proj`; (B, T, 2 H) with a fixed alpha."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    parts = logits.to(dtype).unflatten(-1, (mixer.num_dynamics, -1)).unbind(-2)
+    alpha = None if mixer.num_dynamics == 2 else parts[1]
+    return dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
+
+
+def _statistics(seen: _Seen) -> LayerStatistics:
+    eps, dyn = seen.settings.rho_eps, seen.dyn
+    clamped = torch.zeros((), device=dyn.delta.device)
+    if eps:
+        free = mode_log_decay(dyn, seen.log_tau.to(dyn.delta.dtype), rho_eps=0.0)
+        clamped = ((free <= math.log(eps)) | (free >= math.log1p(-eps))).float().mean()
+    # One transfer from the device for all of them.
+    moments = torch.stack([*(f(x) for x in dyn for f in (torch.mean, _deviation)), clamped])
+    delta_mean, delta_std, alpha_mean, alpha_std, lambda_mean, lambda_std, share = moments.tolist()
+    return LayerStatistics(
+        delta_mean=delta_mean,
+        delta_std=delta_std,
+        alpha_mean=alpha_mean,
+        alpha_std=alpha_std,
+        lambda_mean=lambda_mean,
+        lambda_std=lambda_std,
+        clamped_share=share,
+        horizon=_horizons(*_modes(seen)).log().mean().exp().item(),
+    )
+
+
+def _deviation(x: Tensor) -> Tensor:
+    return x.std(correction=0)
+
+
+def _modes(seen: _Seen) -> tuple[Tensor, Tensor]:
+    """Mass and log ρ of the modes (H, M), float64 on the CPU, at each head's mean controls."""
+    settings, log_tau = seen.settings, seen.log_tau.cpu()
+    mean = Dynamics(*(x.double().mean((0, 1)).cpu() for x in seen.dyn))
+    prior = log_prior(mean.alpha, log_tau, settings.prior)
+    # Without a prior, and without what tokens add to it, all modes weigh the same.
+    read, write = (
+        (prior if there else torch.zeros_like(prior)).softmax(-1)
+        for there in (settings.read_prior, settings.write_prior)
+    )
+    return read * write, mode_log_decay(mean, log_tau, rho_eps=settings.rho_eps)
+
+
+def _horizons(masses: Tensor, log_decay: Tensor) -> Tensor:
+    """n (H,) at which Σ_m mass_m (1 - ρ_m^n) is 90% of all mass, by bisection in log n."""
+    shares = masses / masses.sum(-1, keepdim=True)
+    # The fastest mode reaches its 90% before the sum of all does, and the slowest after it.
+    each = torch.log(math.log1p(-HORIZON_MASS) / log_decay)
+    low, high = each.amin(-1), each.amax(-1)
+    for _ in range(60):
+        middle = (low + high) / 2
+        gone = -(shares * torch.expm1(middle.exp()[:, None] * log_decay)).sum(-1)
+        low = torch.where(gone < HORIZON_MASS, middle, low)
+        high = torch.where(gone < HORIZON_MASS, high, middle)
+    return high.exp()

@@ -1,0 +1,16 @@
+"""Training: a recipe in, a checkpoint out, on Hugging Face's Trainer."""
+
+from flash_frac.train.recipe import FracTrainingArguments, ModelArguments, Recipe, load_recipe
+from flash_frac.train.run import TrainResult, train
+from flash_frac.train.trainer import FracTrainer, decayed_parameters
+
+__all__ = [
+    "FracTrainer",
+    "FracTrainingArguments",
+    "ModelArguments",
+    "Recipe",
+    "TrainResult",
+    "decayed_parameters",
+    "load_recipe",
+    "train",
+]

@@ -1,0 +1,78 @@
+"""Checkpoints that are there whole or not at all.
+
+One is written under `.saving` and renamed to `checkpoint-<step>` when complete; an old one is
+renamed to `.removing` before it is deleted. Whatever moment a process dies, the folders named
+checkpoint-* are complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+SAVING, REMOVING = ".saving", ".removing"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the message says which is the last good one."""
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    folder = Path(output_dir)
+    found = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def last_checkpoint(output_dir: str | Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    return (checkpoints(output_dir) or [None])[-1]
+
+
+def clear_leftovers(output_dir: str | Path) -> None:
+    """Delete what a process that died left half-written or half-deleted."""
+    for name in (SAVING, REMOVING):
+        shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the files of a folder, and its listing, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def publish(output_dir: str | Path, name: str) -> Path:
+    """Make the finished checkpoint `name` under .saving a checkpoint of the run."""
+    folder = Path(output_dir)
+    draft, final = folder / SAVING / name, folder / name
+    sync_folder(draft)
+    if final.exists():
+        remove(final)
+    os.replace(draft, final)
+    sync_folder(folder / SAVING)
+    (folder / SAVING).rmdir()
+    return final
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; at no moment is there half of one under its name."""
+    doomed = checkpoint.parent / REMOVING
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -> None:
+    """Delete the oldest checkpoints beyond `limit`; the best one stays."""
+    if limit is None or limit <= 0:
+        return
+    kept = {Path(best).name} if best else set()
+    others = [path for path in checkpoints(output_dir) if path.name not in kept]
+    for path in others[: max(0, len(others) - max(limit - len(kept), 1))]:
+        remove(path)

@@ -1,0 +1,208 @@
+"""From a recipe to a trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, set_seed
+from transformers.utils import logging
+
+from flash_frac.data import (
+    LaneDataset,
+    PackedDataset,
+    check_vocabulary,
+    load_tokenizer,
+    prepare,
+    stream,
+)
+from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.provenance import provenance
+from flash_frac.train import checkpoint as checkpoints
+from flash_frac.train.recipe import ModelArguments, Recipe
+from flash_frac.train.trainer import AlreadyTrained, FracTrainer
+
+RUN_NAME = "run.json"
+# A stream may have no end: so many of its held-out sequences are evaluated on.
+STREAMED_HELD_OUT = 128
+# Settings that say which sequences a step sees: with others, a run would not go on but begin anew.
+_FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run leaves: the model, its tokenizer, the data and all logs.
+
+    Attributes:
+        splits: `train` and `held_out`, token stores (or streams).
+        history: the logs, each with its `step`.
+        final: the folder for `from_pretrained`.
+        is_main: whether this process is the one that writes and prints.
+    """
+
+    model: FracForCausalLM
+    tokenizer: Any
+    splits: Any
+    history: list[dict[str, Any]]
+    output_dir: Path
+    final: Path
+    is_main: bool
+
+
+def train(recipe: Recipe) -> TrainResult:
+    """Train by a recipe, or go on from its last checkpoint, and save the result.
+
+    Example:
+        >>> result = train(load_recipe("recipes/small.yaml"))
+        >>> result.model.generate(...)
+    """
+    args = recipe.training
+    # Of loading and saving files; a bar for each would bury that of the run.
+    logging.disable_progress_bar()
+    output_dir = _output_folder(recipe)
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    set_seed(args.seed)
+    model = build_model(recipe.model, tokenizer)
+    resume = _resume_point(recipe, output_dir)
+    # The first process tokenises; the others find its cache.
+    with args.main_process_first(desc="tokenising"):
+        splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
+    _check_size(recipe, train_dataset)
+    trainer = FracTrainer(
+        model,
+        recipe,
+        tokenizer=tokenizer,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+    )
+    if args.should_save:
+        checkpoints.clear_leftovers(output_dir)
+        _write_run(recipe, model, output_dir / RUN_NAME)
+    with contextlib.suppress(AlreadyTrained):
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
+    wanted = eval_dataset is not None and args.eval_strategy != "no"
+    if wanted and trainer.state.global_step not in seen:
+        trainer.evaluate()
+    final = trainer.save_final()
+    history = trainer.state.log_history
+    return TrainResult(
+        trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
+    )
+
+
+def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
+    """The model of a recipe, its special tokens those of the tokenizer."""
+    if arguments.model_name_or_path is not None:
+        model: Any = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+        if not isinstance(model, FracForCausalLM):
+            raise ValueError(
+                f"model_name_or_path must be a Frac language model, got {type(model).__name__}"
+            )
+        check_vocabulary(tokenizer, model.config.vocab_size)
+        return model
+    assert arguments.config_name is not None
+    path = Path(arguments.config_name)
+    if not path.exists():
+        raise ValueError(f"there is no config_name {path}; recipes/models holds some")
+    overrides: Any = arguments.config_overrides or {}
+    config = FracConfig.from_pretrained(str(path), **overrides)
+    check_vocabulary(tokenizer, config.vocab_size)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    return FracForCausalLM(config)
+
+
+def build_data(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any, Any]:
+    """The splits of a recipe's text, and the datasets to train and to evaluate on."""
+    data, args = recipe.data, recipe.training
+    length = data.sequence_length
+    if data.streaming:
+        streams = stream(data, tokenizer, seed=args.seed)
+        held_out: Any = streams.held_out
+        if held_out is not None and not hasattr(held_out, "__len__"):
+            held_out = list(itertools.islice(held_out, STREAMED_HELD_OUT))
+        return streams, streams.train, held_out
+    splits = prepare(data, tokenizer, seed=args.seed, progress=not args.disable_tqdm)
+    held_out = splits.held_out and PackedDataset(splits.held_out, length, keep_tail=True)
+    if not data.stateful:
+        return splits, PackedDataset(splits.train, length), held_out
+    lanes = args.per_device_train_batch_size * args.world_size
+    return splits, LaneDataset(splits.train, length, lanes, seed=args.seed), held_out
+
+
+def _check_size(recipe: Recipe, dataset: Any) -> None:
+    args = recipe.training
+    if not hasattr(dataset, "__len__"):
+        return
+    replicas = args.world_size // args.context_parallel_size
+    batch = args.per_device_train_batch_size * replicas
+    if len(dataset) < batch:
+        raise ValueError(
+            f"the training text gives {len(dataset)} sequences of {recipe.data.sequence_length} "
+            f"tokens, fewer than one batch of {batch}: bring more text, or lower sequence_length "
+            "or per_device_train_batch_size"
+        )
+
+
+def _output_folder(recipe: Recipe) -> Path:
+    folder = Path(recipe.training.output_dir or "trainer_output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"output_dir {folder} cannot be written to: {error}") from error
+    return folder
+
+
+def _resume_point(recipe: Recipe, folder: Path) -> Path | None:
+    """The checkpoint to go on from, if this folder holds one of the same run."""
+    asked = recipe.training.resume_from_checkpoint
+    if asked is not None:
+        if not (Path(asked) / "trainer_state.json").exists():
+            raise ValueError(f"resume_from_checkpoint {asked} is no complete checkpoint")
+        return Path(asked)
+    last = checkpoints.last_checkpoint(folder)
+    if last is None or not (folder / RUN_NAME).exists():
+        return last
+    before = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))["order"]
+    now = _order(recipe)
+    changed = [
+        f"{key} {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]
+    ]
+    if changed:
+        raise ValueError(
+            f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}): choose "
+            f"another output_dir, or say --resume_from_checkpoint {last} to go on nevertheless"
+        )
+    return last
+
+
+def _order(recipe: Recipe) -> dict[str, Any]:
+    """The settings on which it depends which model sees which sequences in which step."""
+    data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k != "cache_dir"}
+    args = recipe.training
+    fixed = {name: getattr(args, name) for name in _FIXED}
+    parallel = {"processes": args.world_size, "context_parallel_size": args.context_parallel_size}
+    return {**dataclasses.asdict(recipe.model), **data, **fixed, **parallel}
+
+
+def _write_run(recipe: Recipe, model: FracForCausalLM, path: Path) -> None:
+    """The resolved recipe, versions and commit, for whoever wants to repeat the run."""
+    content = {
+        "recipe": recipe.as_dict(),
+        "order": _order(recipe),
+        "model": {"parameters": model.num_parameters(), **model.config.to_dict()},
+        "made_with": provenance(),
+    }
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
+    os.replace(draft, path)

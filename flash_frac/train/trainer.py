@@ -1,0 +1,380 @@
+"""FracTrainer: Hugging Face's Trainer with what a Frac model and a dependable run need.
+
+Beside Trainer's own: an order of batches that resumes exactly, checkpoints that are never half
+there, states carried between batches, sequences shared among ranks, a loss over exactly the
+held-out tokens, speed and memory law in the logs, an end at the first number that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from flash_frac.data import Collator
+from flash_frac.inspect import memory_statistics
+from flash_frac.train import checkpoint as checkpoints
+from flash_frac.train.flops import device_peak_flops, training_flops
+from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback
+from flash_frac.train.numbers import NotFiniteError, first_not_finite
+from flash_frac.train.order import EpochOrder, EvalShard
+from flash_frac.train.recipe import Recipe
+from flash_frac.train.stateful import CarriedStates
+
+LAW_TOKENS = 2048
+_DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
+
+
+def decayed_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay is for: weights of projections, conv, embeddings.
+
+    Norms, biases, the bias of Δ, D, the gates of read and write and learned timescales are spared.
+    """
+    names = [
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _DECAYED)
+    ]
+    known = dict(model.named_parameters())
+    return [name for name in names if name in known]
+
+
+class AlreadyTrained(Exception):
+    """The checkpoint that a run goes on from is its last."""
+
+
+class _Course(TrainerCallback):
+    """Tells the order of batches which epoch begins; accelerate does not reach it on resuming.
+
+    And ends a run that is complete before its first step; Trainer would make one more.
+    """
+
+    def __init__(self, trainer: FracTrainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.order is not None:
+            self.trainer.order.set_epoch(math.floor((state.epoch or 0) + 1e-6))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise AlreadyTrained
+
+
+class FracTrainer(Trainer):
+    """Trains a Frac model by a recipe.
+
+    Args:
+        model: a FracForCausalLM.
+        recipe: all settings.
+        tokenizer: saved with every checkpoint.
+        train_dataset: of `flash_frac.data`; eval_dataset: a `PackedDataset`, or None.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        *,
+        tokenizer: Any,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+    ) -> None:
+        args, data = recipe.training, recipe.data
+        self.recipe, self.order = recipe, None
+        self.context_group, shard = _context(args.context_parallel_size, args.process_index)
+        self.carried = CarriedStates(model.config) if data.stateful else None
+        self.eval_collator = Collator(data.separate_documents, shard=shard)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=Collator(data.separate_documents, lanes=data.stateful, shard=shard),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+        )
+        model.set_context_group(self.context_group)
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        if not args.disable_tqdm:
+            self.add_callback(ConsoleCallback())
+        self.add_callback(JsonLinesCallback())
+        self.add_callback(_Course(self))
+        peak = args.peak_tflops and args.peak_tflops * 1e12
+        self.peak_flops = peak or device_peak_flops(args.device)
+        self._saving_folder = False
+        self._last_inputs: dict[str, Any] = {}
+        self._tokens, self._since, self._paused = 0, time.perf_counter(), 0.0
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if self.args.fsdp and state.distributed_type == DistributedType.MULTI_CPU:
+            # accelerate would leave FSDP out on CPUs, in silence.
+            settings: Any = self.args.fsdp_plugin_args
+            plugin = FullyShardedDataParallelPlugin(**settings)
+            state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+            self.is_fsdp_enabled = True
+
+    # Batches and their loss
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return decayed_parameters(model)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not hasattr(dataset, "__len__"):
+            return None
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.order = EpochOrder(
+            len(dataset),  # pyright: ignore[reportArgumentType]
+            self.args.per_device_train_batch_size,
+            repeats=self.recipe.training.context_parallel_size,
+            # Lanes are dealt in the order in which they must come.
+            seed=None if self.carried is not None else seed,
+        )
+        return self.order
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if self.carried is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        first, count = inputs.pop("first_sequence"), inputs["cu_seqlens"].shape[0] - 1
+        inputs |= {"past_key_values": self.carried.cache(first, count), "use_cache": True}
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        assert isinstance(outputs, Mapping)
+        self.carried.keep(outputs["past_key_values"], first, count)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        # A copy, because a carried state is put into the dictionary, and would live on in it.
+        self._last_inputs = dict(inputs)
+        self._tokens += inputs["input_ids"].numel() * self.args.world_size
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        return inputs["input_ids"].numel() * training_flops(self.frac_model().config)
+
+    def frac_model(self) -> Any:
+        """The model without what trains it: compiled, wrapped or spread over ranks."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm: Any = super()._get_grad_norm(model, grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        # A scaler for float16 meets infinite gradients as a matter of course, and skips the step.
+        if self.accelerator.scaler is None and not math.isfinite(float(norm)):
+            inputs = {k: v for k, v in self._last_inputs.items() if k != "first_sequence"}
+            name = first_not_finite(self.frac_model(), self._prepare_inputs(inputs))
+            last = checkpoints.last_checkpoint(self._output_dir)
+            raise NotFiniteError(
+                f"step {self.state.global_step + 1}: the gradient's norm is {float(norm)}; first "
+                f"not finite: {name}. The last checkpoint is {last or 'none'}. A lower "
+                "learning_rate or max_grad_norm, or more warmup_steps, are the usual remedies"
+            )
+        return norm
+
+    # Held-out loss
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean loss over exactly the held-out tokens, each counted once."""
+        started = time.perf_counter()
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("there is nothing to evaluate on: set held_out or held_out_files")
+        share = self.recipe.training.context_parallel_size
+        shard = EvalShard(dataset, self.args.process_index // share, self.args.world_size // share)
+        batch = 1 if share > 1 else self.args.per_device_eval_batch_size
+        loader = DataLoader(shard, batch_size=batch, collate_fn=self.eval_collator)
+        model: Any = self.model_wrapped if self.is_in_train else self.model
+        if not self.is_in_train:
+            self._move_model_to_device(model, self.args.device)
+        was_training = model.training
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for inputs in loader:
+                inputs = self._prepare_inputs(inputs)
+                # One item, so that the loss is a sum.
+                loss = model(**inputs, use_cache=False, num_items_in_batch=1).loss
+                count = (inputs["shift_labels"] != -100).sum()
+                # A slice that predicts nothing has no loss, and not one that is not a number.
+                total += torch.stack([torch.where(count > 0, loss, 0).double(), count.double()])
+        model.train(was_training)
+        if self.args.world_size > 1:
+            dist.all_reduce(total)
+        mean = (total[0] / total[1]).item()
+        metrics = {
+            f"{metric_key_prefix}_loss": mean,
+            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700)),
+            f"{metric_key_prefix}_tokens": total[1].item(),
+        }
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        self._paused += time.perf_counter() - started
+        return metrics
+
+    # Logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self._speed()
+        super().log(logs, start_time)
+        every = self.recipe.training.memory_law_steps
+        if "loss" in logs and every and self.state.global_step % every == 0:
+            law = self._memory_law()
+            # Past Trainer, whose state would keep it: hundreds of numbers in every checkpoint.
+            self.callback_handler.on_log(self.args, self.state, self.control, law)
+
+    def _speed(self) -> dict[str, float]:
+        """Tokens a second since the last log, evaluation and checkpoints apart."""
+        now = time.perf_counter()
+        seconds = now - self._since - self._paused
+        speed = {"tokens_per_second": self._tokens / max(seconds, 1e-9)}
+        self._tokens, self._since, self._paused = 0, now, 0.0
+        if self.peak_flops:
+            rate = speed["tokens_per_second"] * training_flops(self.frac_model().config)
+            speed["mfu"] = rate / self.peak_flops / self.args.world_size
+        if self.args.device.type == "cuda":
+            speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return speed
+
+    def _memory_law(self) -> dict[str, float]:
+        """The memory of every layer on the beginning of the last batch."""
+        started = time.perf_counter()
+        model = self.frac_model()
+        model.set_context_group(None)
+        ids = self._last_inputs["input_ids"][:1, :LAW_TOKENS].to(self.args.device)
+        with self.compute_loss_context_manager():
+            layers = memory_statistics(model, ids)
+        model.set_context_group(self.context_group)
+        law: dict[str, float] = {}
+        for number, layer in enumerate(layers):
+            law |= layer.as_dict(f"memory/layer_{number}/")
+        law["memory/horizon"] = math.exp(sum(math.log(x.horizon) for x in layers) / len(layers))
+        self._paused += time.perf_counter() - started
+        return law
+
+    # Checkpoints
+
+    @property
+    def _output_dir(self) -> str:
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, checkpoints.SAVING) if self._saving_folder else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        started = time.perf_counter()
+        name = f"checkpoint-{self.state.global_step}"
+        with _whole(self, name) as draft:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save and self.is_fsdp_enabled:
+                self.frac_model().config.save_pretrained(draft)
+                self.processing_class.save_pretrained(draft)  # pyright: ignore
+            if self.carried is not None:
+                self.carried.save(draft / f"carried_{self.args.process_index}.safetensors")
+            if self.state.best_model_checkpoint and self.args.should_save:
+                best = Path(self.state.best_model_checkpoint).name
+                self.state.best_model_checkpoint = os.path.join(self._output_dir, best)
+                self.state.save_to_json(str(draft / "trainer_state.json"))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            checkpoints.rotate(self._output_dir, self.args.save_total_limit, best)
+        self._paused += time.perf_counter() - started
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.carried is not None:
+            name = f"carried_{self.args.process_index}.safetensors"
+            self.carried.load(Path(resume_from_checkpoint) / name, self.args.device)
+
+    def save_final(self) -> Path:
+        """Write the model and its tokenizer to output_dir/final, whole, for `from_pretrained`."""
+        with _whole(self, "final") as draft:
+            state = None
+            if self.is_fsdp_enabled:
+                whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                state = get_model_state_dict(self.frac_model(), options=whole)
+            if self.args.should_save:
+                self._save(str(draft), state_dict=state)
+        return Path(self._output_dir) / "final"
+
+
+class _whole:
+    """Writes a folder of a run under another name, and renames it when all ranks are done."""
+
+    def __init__(self, trainer: FracTrainer, name: str) -> None:
+        self.trainer, self.name = trainer, name
+
+    def __enter__(self) -> Path:
+        trainer = self.trainer
+        if trainer.args.should_save:
+            checkpoints.clear_leftovers(trainer._output_dir)
+        trainer.accelerator.wait_for_everyone()
+        draft = Path(trainer._output_dir) / checkpoints.SAVING / self.name
+        try:
+            draft.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._failed(error) from error
+        trainer._saving_folder = True
+        return draft
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        trainer = self.trainer
+        trainer._saving_folder = False
+        # torch reports a full disk as a RuntimeError of its zip writer.
+        full = isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+        if isinstance(error, OSError | SafetensorError) or full:
+            raise self._failed(error) from error
+        if error is not None:
+            return
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.should_save:
+            try:
+                checkpoints.publish(trainer._output_dir, self.name)
+            except OSError as failure:
+                raise self._failed(failure) from failure
+        trainer.accelerator.wait_for_everyone()
+
+    def _failed(self, error: BaseException | None) -> checkpoints.CheckpointError:
+        folder = self.trainer._output_dir
+        last = checkpoints.last_checkpoint(folder)
+        return checkpoints.CheckpointError(
+            f"{self.name} could not be written to {folder}: {error}. Make room; the last good "
+            f"checkpoint is {last or 'none'}, from which the same command goes on"
+        )
+
+
+def _context(size: int, rank: int) -> tuple[Any, tuple[int, int]]:
+    """The group of ranks that share this one's sequences, and (place in it, size)."""
+    if size == 1:
+        return None, (0, 1)
+    # Every process must make every group, in the same order.
+    starts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+    return groups[rank // size], (rank % size, size)

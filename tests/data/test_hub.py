@@ -1,0 +1,118 @@
+"""Hub datasets, by a folder that `load_dataset` takes for one; nothing is downloaded."""
+
+import json
+from dataclasses import replace
+
+import datasets
+import pytest
+from torch.utils.data import DataLoader
+
+from flash_frac.data import (
+    DataArguments,
+    Encoder,
+    HubDocuments,
+    PackedDataset,
+    StreamingDataset,
+    byte_tokenizer,
+    is_held_out,
+    prepare,
+    stream,
+)
+from tests.data.test_cache import read
+from tests.data.test_streaming import same_items
+
+TEXTS = [f"row {i} é" for i in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def name(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for part in range(2):
+        rows = [{"text": t, "n": 1} for t in TEXTS[part * 150 : part * 150 + 150]]
+        rows.append({"text": " ", "n": 2})
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"part{part}.jsonl").write_text(lines)
+    return str(folder)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_in_order_again_and_again(name, streaming):
+    documents = HubDocuments(name, streaming=streaming)
+    assert list(documents) == list(documents) == TEXTS
+
+
+def test_fingerprint(name):
+    documents = HubDocuments(name)
+    assert documents.fingerprint == HubDocuments(name).fingerprint
+    assert documents.fingerprint != HubDocuments(name, split="train[:10]").fingerprint
+    with pytest.raises(ValueError, match="a stream cannot be cached; set streaming to false"):
+        _ = HubDocuments(name, streaming=True).fingerprint
+
+
+def test_workers_repeat_and_miss_nothing(name):
+    """The package would divide its files among workers by itself, and we once more."""
+    dataset = StreamingDataset(HubDocuments(name, streaming=True), byte_tokenizer(), 50, seed=0)
+    alone = sorted(item["input_ids"].tolist() for item in dataset)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert sorted(item["input_ids"].tolist() for item in loader) == alone
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_wrong_column(name, streaming):
+    with pytest.raises(ValueError, match=r"no column 'body' \(there: .*text.*set text_field"):
+        list(HubDocuments(name, streaming=streaming, text_field="body"))
+    with pytest.raises(ValueError, match=r"row 1: the field 'n' must be text, got int"):
+        list(HubDocuments(name, streaming=streaming, text_field="n"))
+
+
+def test_what_cannot_be_loaded(name, tmp_path):
+    with pytest.raises(ValueError, match=r"dataset_split 'nowhere'\) cannot be loaded"):
+        HubDocuments(name, split="nowhere")
+    with pytest.raises(ValueError, match=r"dataset_name '.*absent' .*cannot be loaded"):
+        HubDocuments(str(tmp_path / "absent"))
+
+
+def test_prepare(name, tmp_path, monkeypatch):
+    arguments = DataArguments(dataset_name=name, held_out=0.1, cache_dir=str(tmp_path / "cache"))
+    splits = prepare(arguments, byte_tokenizer(), seed=0, progress=False)
+    assert read(splits.held_out) == [t for t in TEXTS if is_held_out(t, seed=0, share=0.1)]
+    assert len(read(splits.train)) + len(read(splits.held_out)) == len(TEXTS)
+    monkeypatch.setattr(Encoder, "encode", None)
+    again = prepare(arguments, byte_tokenizer(), seed=0, progress=False)
+    assert again.train.folder == splits.train.folder
+
+
+def test_stream_equals_prepare(name, tmp_path):
+    arguments = DataArguments(
+        dataset_name=name, held_out=0.1, cache_dir=str(tmp_path / "cache"), sequence_length=50
+    )
+    splits = prepare(arguments, byte_tokenizer(), seed=0, progress=False)
+    streams = stream(replace(arguments, streaming=True), byte_tokenizer(), seed=0)
+    same_items(streams.train, PackedDataset(splits.train, 50))
+    same_items(streams.held_out, PackedDataset(splits.held_out, 50, keep_tail=True))
+
+
+def test_stream_with_files_held_out(name, tmp_path):
+    (tmp_path / "other.txt").write_text("other")
+    arguments = DataArguments(
+        dataset_name=name,
+        streaming=True,
+        held_out_files=[str(tmp_path / "other.txt")],
+        cache_dir=str(tmp_path / "cache"),
+        sequence_length=4,
+    )
+    streams = stream(arguments, byte_tokenizer(), seed=0, progress=False)
+    whole = StreamingDataset(TEXTS, byte_tokenizer(), 4, seed=0)
+    same_items(streams.train, list(whole))
+    assert len(streams.held_out) == 2
+    without = replace(arguments, held_out_files=None, held_out=0.0)
+    assert stream(without, byte_tokenizer(), seed=0).held_out is None
+    with pytest.raises(ValueError, match="stream needs streaming set to true"):
+        stream(replace(arguments, streaming=False), byte_tokenizer(), seed=0)

@@ -1,0 +1,99 @@
+"""Several processes on one machine give the losses of one: data, sharded and context parallel."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import flash_frac.models  # noqa: F401  (registers the model)
+from flash_frac.train import load_recipe, train
+from flash_frac.train.consolidate import consolidate
+from flash_frac.train.monitor import LOG_NAME, read_lines
+
+STEPS = 5
+SHARDED = ["--fsdp", "--fsdp_config", '{"state_dict_type": "SHARDED_STATE_DICT"}']
+
+
+def run(processes, path, *arguments):
+    """`torchrun ... frac train`, on CPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--standalone", "-m", "flash_frac.cli", "train", str(path), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def logged(folder, name="loss"):
+    return [line[name] for line in read_lines(folder / LOG_NAME) if name in line]
+
+
+@pytest.fixture
+def compare(write_recipe, tmp_path):
+    """A function that trains with one process and with several, and compares the two."""
+
+    def compare(processes, *arguments, batch, whole=4, **changes):
+        path = write_recipe(max_steps=STEPS, save_steps=3, lr_scheduler_type="constant", **changes)
+        one, many = tmp_path / "one", tmp_path / "many"
+        size = "--per_device_train_batch_size"
+        train(load_recipe(path, [size, str(whole), "--output_dir", str(one)]))
+        run(processes, path, size, str(batch), *arguments, "--output_dir", str(many))
+        # Sums of float32 in another order; five steps later that is what the optimizer makes of it.
+        assert logged(many) == pytest.approx(logged(one), rel=2e-5) and len(logged(one)) == STEPS
+        for name in ("eval_loss", "eval_tokens"):
+            assert logged(many, name) == pytest.approx(logged(one, name), rel=2e-5)
+        weights = load_file(many / "final" / "model.safetensors")
+        for name, value in load_file(one / "final" / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=3e-5)
+        return path, many
+
+    return compare
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_data_parallel(compare, processes):
+    compare(processes, batch=4 // processes)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_sharded(compare, tmp_path, processes):
+    path, folder = compare(processes, *SHARDED, batch=4 // processes)
+    last = folder / f"checkpoint-{STEPS}"
+    assert (last / "pytorch_model_fsdp_0").is_dir() and not (last / "model.safetensors").exists()
+    joined = consolidate(last, tmp_path / "joined")
+    model = AutoModelForCausalLM.from_pretrained(joined)
+    final = AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+    assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(joined).eos_token_id == 2
+    if processes == 2:
+        resume_is_exact(path, folder)
+
+
+def resume_is_exact(path, folder):
+    """Without its last checkpoint, the run finds the same end again."""
+    before, weights = logged(folder), load_file(folder / "final" / "model.safetensors")
+    (folder / f"checkpoint-{STEPS}").rename(folder / "old")
+    size = ["--per_device_train_batch_size", "2", "--output_dir", str(folder)]
+    run(2, path, *size, *SHARDED)
+    assert logged(folder) == before
+    again = load_file(folder / "final" / "model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_context_parallel(compare):
+    compare(2, "--context_parallel_size", "2", batch=4)
+
+
+def test_context_parallel_beside_data_parallel(compare):
+    """Four processes: two share each sequence, and there are two sequences at a time."""
+    arguments = ["--context_parallel_size", "2", "--gradient_checkpointing"]
+    arguments += ["--memory_law_steps", "2"]
+    _, many = compare(4, *arguments, batch=1, whole=2, separate_documents=True)
+    assert len(logged(many, "memory/horizon")) == 2
+
+
+def test_context_parallel_over_four(compare):
+    compare(4, "--context_parallel_size", "4", batch=1, whole=1, separate_documents=True)

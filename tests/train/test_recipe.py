@@ -1,0 +1,79 @@
+"""Recipes: everything is checked before anything begins."""
+
+import pytest
+
+from flash_frac.train import load_recipe
+
+
+def test_a_recipe_and_what_is_typed_beside_it(write_recipe):
+    recipe = load_recipe(write_recipe(), ["--max-steps=9", "--learning_rate", "2e-4"])
+    assert recipe.training.max_steps == 9 and recipe.training.learning_rate == 2e-4
+    assert recipe.data.sequence_length == 64 and recipe.data.tokenizer == "bytes"
+
+
+def test_a_number_that_yaml_takes_for_text(write_recipe):
+    assert load_recipe(write_recipe()).training.learning_rate == 3e-3
+
+
+def test_dictionaries_and_switches(write_recipe):
+    path = write_recipe(
+        config_overrides={"frac_num_modes": 8}, lr_scheduler_kwargs={"num_cycles": 2}, bf16=False
+    )
+    recipe = load_recipe(path, ["--gradient_checkpointing"])
+    assert recipe.model.config_overrides == {"frac_num_modes": 8}
+    assert recipe.training.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert recipe.training.gradient_checkpointing is True
+
+
+def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
+    path = write_recipe(dataset_name="someone/books", streaming=True, data_files=None)
+    recipe = load_recipe(path, ["--data_files", "a", "b"])
+    assert recipe.data.data_files == ["a", "b"] and recipe.data.dataset_name is None
+    recipe = load_recipe(path, ["--model-name-or-path=x"])
+    assert recipe.model.model_name_or_path == "x" and recipe.model.config_name is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({"learning_rte": 1}, [], r"unknown key learning_rte; did you mean learning_rate\?"),
+        ({}, ["--max_step=3"], r"unknown key max_step; did you mean max_steps\?"),
+        ({"learning_rate": "much"}, [], "learning_rate.*: invalid float value: 'much'"),
+        ({"max_steps": 1.5}, [], "max_steps.*: invalid int value: '1.5'"),
+        ({"eval_strategy": "often"}, [], "--eval_strategy"),
+        ({"model_name_or_path": "x"}, [], "exactly one of config_name .* got both"),
+        ({"config_name": None}, [], "exactly one of config_name .* got neither"),
+        ({"data_files": None}, [], "exactly one of data_files and dataset_name"),
+        ({"stateful": True}, [], "stateful needs documents apart"),
+        ({"context_parallel_size": 2}, [], "context_parallel_size must divide the number of proc"),
+        ({"memory_law_steps": -1}, [], "memory_law_steps must be 0 or more"),
+        (
+            {"stateful": True, "separate_documents": True, "gradient_checkpointing": True},
+            [],
+            "stateful carries states .* set one of the two to false",
+        ),
+        (
+            {"streaming": True, "dataset_name": "x", "data_files": None, "max_steps": -1},
+            [],
+            "set max_steps",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_is_made(
+    write_recipe, tmp_path, changes, overrides, message
+):
+    path = write_recipe(**changes)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(path, overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_recipe(tmp_path):
+    with pytest.raises(ValueError, match="there is no recipe"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="must hold 'key: value' lines, got list"):
+        load_recipe(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ValueError, match="is not YAML"):
+        load_recipe(tmp_path / "broken.yaml")

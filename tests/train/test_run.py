@@ -1,0 +1,334 @@
+"""Runs from recipe to checkpoint: what they leave, how they resume, how they end."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import flash_frac.models  # noqa: F401  (registers the model)
+from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
+from flash_frac.train.checkpoint import CheckpointError, checkpoints, last_checkpoint
+from flash_frac.train.monitor import LOG_NAME, read_lines
+from flash_frac.train.numbers import NotFiniteError
+
+
+def losses(folder):
+    return [
+        (line["step"], line["loss"]) for line in read_lines(folder / LOG_NAME) if "loss" in line
+    ]
+
+
+def weights(folder):
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def assert_same_weights(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_a_run_leaves(write_recipe, tmp_path):
+    changes = {"eval_steps": 3, "report_to": "tensorboard"}
+    result = train(load_recipe(write_recipe(memory_law_steps=3, **changes)))
+    run = tmp_path / "run"
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    ids = model.generate(**tokenizer("memory", return_tensors="pt"), max_new_tokens=5)
+    assert tokenizer.decode(ids[0]).startswith("memory")
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+    lines = read_lines(run / LOG_NAME)
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
+    assert all(line["tokens_per_second"] > 0 for line in trained)
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [3, 6]
+    law = [line for line in lines if "memory/horizon" in line]
+    assert [line["step"] for line in law] == [3, 6]
+    for name in ("delta_mean", "alpha_std", "lambda_mean", "clamped_share", "horizon"):
+        assert f"memory/layer_1/{name}" in law[0]
+    assert not any("memory/horizon" in line for line in result.history)
+    assert list((run / "runs").rglob("events.out.*"))
+
+    written = json.loads((run / "run.json").read_text())
+    assert written["recipe"]["training"]["learning_rate"] == 3e-3
+    assert written["made_with"]["torch"] == torch.__version__
+    assert written["model"]["hidden_size"] == 16
+
+
+def test_the_held_out_loss_is_that_of_all_tokens(write_recipe):
+    recipe = load_recipe(write_recipe(max_steps=1, held_out=0.3))
+    result = train(recipe)
+    store = result.splits.held_out
+    ids = torch.tensor(store.tokens(0, store.num_tokens))
+    total, count, model = 0.0, 0, result.model.double().eval()
+    for start in range(0, store.num_tokens, 64):
+        window = ids[start : start + 65][None]
+        logits = model(window[:, :-1] if window.shape[1] == 65 else window).logits[0]
+        targets = window[0, 1:]
+        nll = torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="sum")
+        total, count = total + nll.item(), count + len(targets)
+    evaluated = next(log for log in result.history if "eval_loss" in log)
+    assert evaluated["eval_tokens"] == count == store.num_tokens - 1
+    assert evaluated["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def start(path, *arguments):
+    command = [sys.executable, "-m", "flash_frac.cli", "train", str(path), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def kill_at(process, log, step):
+    """Kill -9 as soon as the log shows a step."""
+    deadline = time.time() + 120
+    while not any(line["step"] >= step for line in read_lines(log)):
+        assert process.poll() is None and time.time() < deadline, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(write_recipe, tmp_path):
+    path = write_recipe(max_steps=40, save_steps=7, gradient_accumulation_steps=2)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    reference = start(path, "--output_dir", str(whole))
+    victim = start(path, "--output_dir", str(killed))
+    kill_at(victim, killed / LOG_NAME, 9)
+    # What a death in the middle of a save would leave.
+    (killed / ".saving" / "checkpoint-99").mkdir(parents=True, exist_ok=True)
+    assert last_checkpoint(killed).name != "checkpoint-99"
+    again = start(path, "--output_dir", str(killed))
+    assert again.wait() == 0, again.communicate()
+    assert reference.wait() == 0, reference.communicate()
+    assert losses(killed) == losses(whole) and len(losses(whole)) == 40
+    assert_same_weights(weights(killed), weights(whole))
+    assert not (killed / ".saving").exists()
+
+
+class StopAt(TrainerCallback):
+    """Ends a run as an error would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
+def interrupted(monkeypatch, recipe, step):
+    """Run until an error in `step`."""
+    plain = FracTrainer.__init__
+
+    def with_stop(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.add_callback(StopAt(step))
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(FracTrainer, "__init__", with_stop)
+        train(recipe)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"separate_documents": True},
+        {"separate_documents": True, "stateful": True},
+        {"num_train_epochs": 2, "max_steps": -1, "sequence_length": 512, "save_steps": 5},
+    ],
+    ids=["documents apart", "stateful", "epochs"],
+)
+def test_resuming_is_exact(write_recipe, tmp_path, monkeypatch, changes):
+    path = write_recipe(**changes)
+    outputs = ["--output_dir", str(tmp_path / "whole")]
+    train(load_recipe(path, outputs))
+    broken = tmp_path / "broken"
+    outputs = ["--output_dir", str(broken)]
+    total = losses(tmp_path / "whole")[-1][0]
+    interrupted(monkeypatch, load_recipe(path, outputs), total - 1)
+    train(load_recipe(path, outputs))
+    assert losses(broken) == losses(tmp_path / "whole")
+    assert_same_weights(weights(broken), weights(tmp_path / "whole"))
+
+
+def test_a_complete_run_is_not_trained_further(write_recipe, tmp_path):
+    path = write_recipe()
+    train(load_recipe(path))
+    before = weights(tmp_path / "run")
+    train(load_recipe(path))
+    assert len(losses(tmp_path / "run")) == 6
+    assert_same_weights(weights(tmp_path / "run"), before)
+
+
+def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
+    train(load_recipe(write_recipe(max_steps=2)))
+    with pytest.raises(ValueError, match=r"other settings \(sequence_length 64 -> 32\)"):
+        train(load_recipe(write_recipe(sequence_length=32)))
+    with pytest.raises(ValueError, match="is no complete checkpoint"):
+        train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(write_recipe, tmp_path, monkeypatch):
+    path, run = write_recipe(save_total_limit=1), tmp_path / "run"
+    save = torch.save
+
+    def full(value, target, *args, **kwargs):
+        if "checkpoint-4" in str(target) and "optimizer" in str(target):
+            raise OSError(28, "No space left on device")
+        save(value, target, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr(torch, "save", full)
+        train(load_recipe(path))
+    message = str(caught.value)
+    assert "checkpoint-4 could not be written" in message and "No space left" in message
+    assert f"last good checkpoint is {run / 'checkpoint-2'}" in message
+    assert [p.name for p in checkpoints(run)] == ["checkpoint-2"]
+    train(load_recipe(path))
+    assert [p.name for p in checkpoints(run)] == ["checkpoint-6"]
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_unwritable_folder_is_named(write_recipe, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"output_dir .*file.run cannot be written to"):
+        train(load_recipe(write_recipe(output_dir=str(tmp_path / "file" / "run"))))
+
+
+class Poison(TrainerCallback):
+    """Spoils a model before step 2."""
+
+    def __init__(self, spoil):
+        self.spoil = spoil
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            with torch.no_grad():
+                self.spoil(model)
+
+
+def not_a_number(model):
+    model.model.layers[1].mixer.out_proj.weight[0, 0] = torch.nan
+
+
+def too_large(model):
+    model.model.layers[0].mixer.in_proj.weight.fill_(1e38)
+
+
+def infinite_gradient(model):
+    model.model.layers[1].norm.weight.register_hook(lambda grad: grad + torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"),
+    [
+        (not_a_number, "parameter model.layers.1.mixer.out_proj.weight"),
+        (too_large, "output of model.layers.0.mixer.in_proj"),
+        (infinite_gradient, "gradient of model.layers.1.norm.weight"),
+    ],
+)
+def test_a_number_that_is_none_ends_the_run(write_recipe, monkeypatch, tmp_path, spoil, name):
+    plain = FracTrainer.__init__
+
+    def with_poison(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.add_callback(Poison(spoil))
+
+    monkeypatch.setattr(FracTrainer, "__init__", with_poison)
+    with pytest.raises(NotFiniteError, match=rf"step 2: .* first not finite: {name}\."):
+        train(load_recipe(write_recipe(save_steps=1)))
+    saved = load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+
+
+def test_weight_decay_spares_what_carries_time():
+    from flash_frac.models import FracConfig, FracForCausalLM
+
+    config = FracConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        frac_learned_timescales=True,
+        tie_word_embeddings=False,
+    )
+    model = FracForCausalLM(config)
+    decayed = set(decayed_parameters(model))
+    mixer = "model.layers.0.mixer."
+    projections = ("in_proj", "conv1d", "dyn_proj", "rw_proj", "out_proj")
+    assert decayed == {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        *(f"{mixer}{name}.weight" for name in projections),
+    }
+    spared = {name for name, _ in model.named_parameters()} - decayed
+    assert spared == {
+        "model.norm.weight",
+        "model.layers.0.norm.weight",
+        *(f"{mixer}{name}" for name in ("dt_bias", "D", "base_log_tau", "out_norm.weight")),
+        *(f"{mixer}{name}" for name in ("read_residual_logit", "write_residual_scale")),
+        *(f"{mixer}{name}.bias" for name in ("conv1d", "dyn_proj")),
+    }
+
+
+def test_the_optimizer_has_these_groups(write_recipe):
+    recipe = load_recipe(write_recipe(max_steps=1))
+    seen = []
+    plain = FracTrainer.create_optimizer
+
+    def spy(self, *args, **kwargs):
+        optimizer = plain(self, *args, **kwargs)
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        for group in optimizer.param_groups:
+            seen.extend((names[id(p)], group["weight_decay"]) for p in group["params"])
+        return optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FracTrainer, "create_optimizer", spy)
+        model = train(recipe).model
+    decayed = set(decayed_parameters(model))
+    assert dict(seen) == {n: 0.1 if n in decayed else 0.0 for n, _ in model.named_parameters()}
+
+
+def test_states_are_carried_through_a_document(write_recipe):
+    """With a learning rate of 0, the losses of all segments are that of documents read whole."""
+    changes = {"separate_documents": True, "stateful": True, "learning_rate": 0.0}
+    result = train(load_recipe(write_recipe(sequence_length=48, max_steps=8, **changes)))
+    from flash_frac.data import LaneDataset
+
+    lanes = LaneDataset(result.splits.train, 48, 2, seed=42)
+    model = result.model.double().eval()
+    total, count = [0.0] * 8, [0] * 8
+    for lane in range(2):
+        items = [lanes[2 * step + lane] for step in range(8)]
+        ids = torch.cat([torch.as_tensor(item["input_ids"]) for item in items])
+        starts = [48 * n + int(j) for n, item in enumerate(items) for j in item["document_starts"]]
+        for begin, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            logits = model(ids[None, begin:end]).logits[0]
+            nll = torch.nn.functional.cross_entropy(
+                logits[:-1], ids[begin + 1 : end], reduction="none"
+            )
+            for position, value in enumerate(nll.tolist(), begin):
+                total[position // 48] += value
+                count[position // 48] += 1
+    # A lane's last token has its target in the next segment, past the eight read here.
+    logged = [log["loss"] for log in result.history if "loss" in log]
+    for step in range(7):
+        assert logged[step] == pytest.approx(total[step] / count[step], rel=2e-5)
+
+
+def test_a_vocabulary_that_does_not_fit(write_recipe):
+    with pytest.raises(ValueError, match="259"):
+        train(load_recipe(write_recipe(config_overrides={"vocab_size": 100})))
+
+
+def test_too_little_text_for_a_batch(write_recipe):
+    with pytest.raises(ValueError, match="fewer than one batch of 2"):
+        train(load_recipe(write_recipe(sequence_length=20_000)))
