@@ -53,11 +53,12 @@ def consolidate(
 @app.command()
 def quickstart(
     output_dir: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("quickstart"),
+    minutes: Annotated[float, typer.Option(help="Rough time on two cores; more is better.")] = 3.0,
 ) -> None:
     """Train a small language model on an embedded text, in minutes on a CPU, and look at it."""
     from flash_frac.quickstart import run
 
-    run(str(output_dir))
+    run(output_dir, minutes)
 
 
 def main() -> None:

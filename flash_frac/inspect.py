@@ -5,7 +5,7 @@ answers a token n steps later with
 
     K(n) = Σ_m p_m p_m (1 - ρ_m) ρ_m^n,    ρ_m = exp(-Δ λ^(1/α) / tau_m)
 
-so mode m holds a mass of p_m p_m, of which 1 - ρ_m^n has gone by after n tokens. The residuals that
+so mode m holds a mass of p_m p_m, with a mean lag of ρ_m / (1 - ρ_m) tokens. The residuals that
 tokens add to reads and writes are left out. Letters: B batch, T time, H heads, M modes.
 """
 
@@ -26,9 +26,6 @@ from flash_frac.layers import FracMixer
 from flash_frac.models import FracPreTrainedModel
 from flash_frac.ops.control import ControlSettings, Dynamics, dynamics, log_prior, mode_log_decay
 
-# Of its mass, this share is left behind at a kernel's horizon.
-HORIZON_MASS = 0.9
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
@@ -38,7 +35,7 @@ class LayerStatistics:
         delta_mean, delta_std, alpha_mean, alpha_std, lambda_mean, lambda_std: of the controls, over
             tokens and heads.
         clamped_share: of all (token, head, mode), how many have a decay on a bound of rho_eps.
-        horizon: tokens after which 90% of the kernel's mass is gone, at the mean controls of each
+        horizon: mean lag Σ n K(n) / Σ K(n) of the kernel in tokens, at the mean controls of each
             head; the geometric mean over heads.
     """
 
@@ -142,8 +139,9 @@ def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> lis
     handles = [watch(module) for module in model.modules() if isinstance(module, FracMixer)]
     try:
         with evaluating(model):
-            # The head over the vocabulary costs more than the layers of a small model.
-            model.base_model(input_ids, cu_seqlens=cu_seqlens, use_cache=False)
+            # The head over the vocabulary costs more than the layers of a small model. It is called
+            # nevertheless: a model that is spread over processes gathers its parts when called.
+            model(input_ids, cu_seqlens=cu_seqlens, use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()
@@ -197,14 +195,6 @@ def _modes(seen: _Seen) -> tuple[Tensor, Tensor]:
 
 
 def _horizons(masses: Tensor, log_decay: Tensor) -> Tensor:
-    """n (H,) at which Σ_m mass_m (1 - ρ_m^n) is 90% of all mass, by bisection in log n."""
-    shares = masses / masses.sum(-1, keepdim=True)
-    # The fastest mode reaches its 90% before the sum of all does, and the slowest after it.
-    each = torch.log(math.log1p(-HORIZON_MASS) / log_decay)
-    low, high = each.amin(-1), each.amax(-1)
-    for _ in range(60):
-        middle = (low + high) / 2
-        gone = -(shares * torch.expm1(middle.exp()[:, None] * log_decay)).sum(-1)
-        low = torch.where(gone < HORIZON_MASS, middle, low)
-        high = torch.where(gone < HORIZON_MASS, high, middle)
-    return high.exp()
+    """Σ_n n K(n) / Σ_n K(n) of each head (H,): mode m has a mean lag of ρ_m / (1 - ρ_m)."""
+    lags = torch.exp(log_decay) / -torch.expm1(log_decay)
+    return (masses * lags).sum(-1) / masses.sum(-1)

@@ -14,7 +14,7 @@ SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 # Packages from the ground up; each may import what stands before it.
 LAYERS = [
     *("extras", "provenance", "theory", "ops", "layers", "models", "generation", "inspect"),
-    *("data", "evals", "train", "cli"),
+    *("data", "evals", "train", "quickstart", "cli"),
 ]
 
 

@@ -21,7 +21,7 @@ _SHOWN = {
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
     "peak_memory_gib": "peak {:.1f} GiB",
-    "memory/horizon": "horizon {:.0f}",
+    "memory/horizon": "memory horizon {:.1f} tokens",
 }
 
 

@@ -60,7 +60,8 @@ def test_data_parallel(compare, processes):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_sharded(compare, tmp_path, processes):
-    path, folder = compare(processes, *SHARDED, batch=4 // processes)
+    path, folder = compare(processes, *SHARDED, batch=4 // processes, memory_law_steps=2)
+    assert len(logged(folder, "memory/horizon")) == 2
     last = folder / f"checkpoint-{STEPS}"
     assert (last / "pytorch_model_fsdp_0").is_dir() and not (last / "model.safetensors").exists()
     joined = consolidate(last, tmp_path / "joined")

@@ -1,0 +1,207 @@
+"""`frac quickstart`: a small language model of bytes, trained in minutes on a CPU, and looked at.
+
+It learns presidents' addresses (`corpus`) by the project's trainer, from the recipe and the model
+configuration beside this file, and is held against a trigram model on later addresses, at contexts
+up to 64 times as long as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flash_frac.extras import require
+from flash_frac.quickstart import corpus
+
+if TYPE_CHECKING:
+    from flash_frac.train import TrainResult
+
+HERE = Path(__file__).parent
+# What the steps of `recipe.yaml` and all the rest take on two cores, roughly.
+MINUTES = 3.0
+CONTEXTS = (1, 4, 16, 64)
+PROMPT = "My fellow Americans, "
+SAMPLE_BYTES = 400
+# Tokens over which the memory of the model is averaged.
+MEMORY_TOKENS = 4096
+
+
+def run(
+    output_dir: str | Path, minutes: float = MINUTES, *, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train, measure, draw and write everything to a folder.
+
+    Args:
+        output_dir: gets the model (`final`), figures, `results.json`, logs and the recipe.
+        minutes: rough time on two cores; decides on the number of steps, and nothing else does.
+        overrides: arguments of `frac train` on top of the recipe, such as "--learning_rate=1e-3".
+
+    Returns:
+        What `results.json` holds.
+
+    Example: `run("quickstart")["trigram_bits_per_byte"]`
+    """
+    if not minutes > 0:
+        raise ValueError(f"minutes must be positive, got {minutes}")
+    # What is missing should be known before the training and not after it.
+    require("accelerate", "train", "the quickstart")
+    require("matplotlib", "plot", "the quickstart")
+    from flash_frac.train import load_recipe, train
+
+    folder = Path(output_dir)
+    recipe = load_recipe(_prepare(folder, minutes), overrides)
+    started = time.perf_counter()
+    result = train(recipe)
+    seconds = time.perf_counter() - started
+    say("\nReading the validation text in windows up to 64 times as long as in training ...")
+    length = recipe.data.sequence_length
+    results = {
+        "parameters": result.model.num_parameters(),
+        "steps": result.history[-1]["step"],
+        "training_seconds": round(seconds, 1),
+        "sequence_length": length,
+        **_bits(result, length),
+        "sample": _sample(result),
+    }
+    (folder / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    _draw(result, results, folder)
+    say(_closing(results, folder))
+    return results
+
+
+def say(text: str) -> None:
+    """Print, at once."""
+    print(text, flush=True)
+
+
+def _prepare(folder: Path, minutes: float) -> Path:
+    """Write the texts, the model configuration and the whole recipe of the run; its path."""
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    training, validation = corpus.split(corpus.load())
+    shutil.copy(HERE / "config.json", folder / "config.json")
+    text = (HERE / "recipe.yaml").read_text(encoding="utf-8")
+    steps = int(require("yaml", "train", "the quickstart").safe_load(text)["max_steps"])
+    paths = {
+        "config_name": folder / "config.json",
+        "data_files": [corpus.write(training, data / "train.jsonl")],
+        "held_out_files": [corpus.write(validation, data / "validation.jsonl")],
+        "cache_dir": data / "tokens",
+        "output_dir": folder,
+    }
+    lines = [text.rstrip(), "", "# Of this run."]
+    # JSON is YAML.
+    lines += [f"{key}: {json.dumps(value, default=_absolute)}" for key, value in paths.items()]
+    path = folder / "recipe.yaml"
+    chosen = max(1, round(steps * minutes / MINUTES))
+    whole = "\n".join(lines).replace(f"max_steps: {steps}", f"max_steps: {chosen}")
+    path.write_text(whole + "\n", encoding="utf-8")
+    years = [address.year for address in validation]
+    say(
+        f"{len(training)} addresses to train on, {len(validation)} of the years {min(years)} to "
+        f"{max(years)} to validate on."
+    )
+    return path
+
+
+def _absolute(path: Path) -> str:
+    return str(path.resolve())
+
+
+def _bits(result: TrainResult, length: int) -> dict[str, Any]:
+    """Bits per byte of the model at each context, and of the trigram, on the same bytes.
+
+    A token is a byte; the end of a document counts as one, to both models.
+    """
+    from flash_frac.evals import ByteNgram, bits_per_byte, loss_by_length, scored_tokens
+
+    held_out, train = result.splits.held_out, result.splits.train
+    lengths = [factor * length for factor in CONTEXTS]
+    nats = loss_by_length(result.model, held_out, lengths)
+    num_tokens = scored_tokens(held_out, lengths)
+    trigram = ByteNgram(_bytes_of(train, train.num_tokens))
+    # The first byte of the stretch is predicted by neither.
+    log2 = trigram.log2_probabilities(_bytes_of(held_out, num_tokens + 1))[1:]
+    return {
+        "bits_per_byte": {str(n): bits_per_byte(loss, 1.0) for n, loss in nats.items()},
+        "trigram_bits_per_byte": float(-log2.mean()),
+        "validation_bytes": num_tokens,
+    }
+
+
+def _bytes_of(store: Any, num_tokens: int) -> Any:
+    """The first tokens of a store as (num_tokens,) uint8; eos becomes 0, which is in no text."""
+    from flash_frac.data.tokenizer import FIRST_BYTE
+
+    return (store.tokens(0, num_tokens) - FIRST_BYTE).clip(0).astype("uint8")
+
+
+def _sample(result: TrainResult) -> str:
+    """A passage that the model writes."""
+    import torch
+
+    model: Any = result.model.eval()
+    prompt = result.tokenizer(PROMPT, return_tensors="pt").input_ids.to(model.device)
+    # The same passage each time, and the caller's random numbers as they were.
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ids = model.generate(
+            prompt, max_new_tokens=SAMPLE_BYTES, do_sample=True, temperature=0.8, top_k=0
+        )
+    return result.tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def _draw(result: TrainResult, results: dict[str, Any], folder: Path) -> None:
+    import numpy as np
+    import torch
+
+    from flash_frac.inspect import layer_kernel
+    from flash_frac.quickstart.figures import draw_context, draw_loss, draw_memory
+
+    def curve(key: str) -> list[tuple[int, float]]:
+        return [(log["step"], log[key] / math.log(2)) for log in result.history if key in log]
+
+    trigram, length = results["trigram_bits_per_byte"], results["sequence_length"]
+    draw_loss(folder / "loss.svg", curve("loss"), curve("eval_loss"), trigram)
+    bits = {int(n): value for n, value in results["bits_per_byte"].items()}
+    draw_context(folder / "context.svg", bits, length, trigram)
+
+    model, held_out = result.model, result.splits.held_out
+    ids = held_out.tokens(0, min(MEMORY_TOKENS, held_out.num_tokens))
+    ids = torch.from_numpy(ids)[None].to(model.device)
+    lags = np.concatenate([[0], np.geomspace(1, max(bits), 200)])
+    kernels = [layer_kernel(model, n, lags, ids) for n in range(model.config.num_hidden_layers)]
+    relative = [kernel[:, 1:] / kernel[:, :1] for kernel in kernels]
+    draw_memory(folder / "memory.svg", lags[1:], relative)
+
+
+def _closing(results: dict[str, Any], folder: Path) -> str:
+    rows = [
+        f"  {int(n):>8,} bytes of context   {bits:.3f}"
+        for n, bits in results["bits_per_byte"].items()
+    ]
+    return "\n".join(
+        [
+            "\nBits per byte of the validation text, the same bytes each time:",
+            *rows,
+            f"  trigram model              {results['trigram_bits_per_byte']:.3f}",
+            f"\nThe model writes:\n\n{results['sample']}",
+            f"\nEverything is in {folder}:",
+            "  loss.svg       how it learned",
+            "  context.svg    what longer contexts give it",
+            "  memory.svg     how its memory fades",
+            "  final          the model and its tokenizer, for from_pretrained",
+            "  recipe.yaml    all settings; results.json, log.jsonl  all numbers",
+            "\nWhat to try next:",
+            f"  frac train {folder}/recipe.yaml --output_dir longer --max_steps 5000",
+            f"  frac train {folder}/recipe.yaml --output_dir mine --data_files MINE.txt "
+            "--held_out_files OTHER.txt",
+            "  and in Python, after `import flash_frac.models`:",
+            f'  AutoModelForCausalLM.from_pretrained("{folder}/final")',
+        ]
+    )

@@ -1,0 +1,145 @@
+"""The three figures of the quickstart, drawn from numbers alone; matplotlib is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flash_frac.extras import require
+
+INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
+OURS, PALE, OTHER = "#00707c", "#6fc0c5", "#c06c54"
+# One for each layer, from the first to the last.
+LAYERS = ("#6fc0c5", "#00707c", "#8d6a9f", "#c06c54", "#e09f3e")
+STYLE = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flash-frac",
+}
+
+
+def draw_loss(
+    path: str | Path,
+    training: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
+    trigram: float,
+) -> None:
+    """Bits per byte against steps: pairs (step, bits per byte), and the trigram's as a line.
+
+    Example: `draw_loss("loss.svg", [(10, 5.1), (20, 4.2)], [(20, 4.3)], 3.05)`
+    """
+    with _axes(path) as axes:
+        axes.plot(*zip(*training, strict=True), color=PALE, label="training")
+        axes.plot(*zip(*validation, strict=True), "o-", color=OURS, ms=4, label="validation")
+        _reference(axes, trigram, "trigram")
+        axes.set(xlabel="step", ylabel="bits per byte", title="Learning")
+        axes.set_xlim(0, 1.02 * max(step for step, _ in [*training, *validation]))
+        axes.legend(frameon=False)
+
+
+def draw_context(path: str | Path, bits: Mapping[int, float], trained: int, trigram: float) -> None:
+    """Bits per byte of the validation text against the length of the windows it is read in.
+
+    Args:
+        path: the SVG file to write.
+        bits: bits per byte of each length, in bytes.
+        trained: the length of training, which is marked.
+        trigram: its bits per byte, drawn as a line.
+
+    Example: `draw_context("context.svg", {256: 2.1, 1024: 2.0}, 256, 3.05)`
+    """
+    lengths = sorted(bits)
+    with _axes(path) as axes:
+        axes.plot(lengths, [bits[n] for n in lengths], "o-", color=OURS, ms=5)
+        for n in lengths:
+            axes.annotate(
+                f"{bits[n]:.3f}", (n, bits[n]), (0, -14), textcoords="offset points", ha="center"
+            )
+        axes.axvline(trained, color=FAINT, lw=1, zorder=0)
+        _reference(axes, trigram, f"trigram {trigram:.3f}")
+        axes.set_xscale("log", base=2)
+        names = [f"{n:,}\n(training)" if n == trained else f"{n:,}" for n in lengths]
+        axes.set_xticks(lengths, names)
+        axes.set_xlim(lengths[0] / 1.6, lengths[-1] * 1.6)
+        low, high = min([*bits.values(), trigram]), max([*bits.values(), trigram])
+        axes.set_ylim(low - 0.2 * (high - low), high + 0.12 * (high - low))
+        axes.set(xlabel="length of context, bytes", ylabel="bits per byte", title="Longer contexts")
+
+
+def draw_memory(path: str | Path, lags: np.ndarray, kernels: Sequence[np.ndarray]) -> None:
+    """The memory kernels of all heads on log-log axes, each as a share of its value at lag 0.
+
+    Args:
+        path: the SVG file to write.
+        lags: (n,) tokens, ascending and positive.
+        kernels: for each layer (H, n), relative to lag 0.
+
+    For the eye, an exponential that meets their mean at the first and the middle lag is added.
+
+    Example: `draw_memory("memory.svg", lags, [layer_kernel(model, 0, lags, ids)])`
+    """
+    lags = np.asarray(lags, float)
+    with _axes(path) as axes:
+        for number, heads in enumerate(kernels):
+            colour = LAYERS[number % len(LAYERS)]
+            lines = axes.plot(lags, np.transpose(heads), color=colour, lw=1, alpha=0.8)
+            lines[0].set_label(f"layer {number + 1}, one line per head")
+        middle = len(lags) // 2
+        first, later = np.mean(np.log(np.concatenate(list(kernels)))[:, [0, middle]], 0)
+        slope = (later - first) / (lags[middle] - lags[0])
+        curve = np.exp(first + slope * (lags - lags[0]))
+        axes.plot(lags, curve, "--", color=GREY, label="exponential")
+        lowest = min(float(heads.min()) for heads in kernels)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(lags[0], lags[-1])
+        axes.set_ylim(lowest / 2, 1.5)
+        axes.set(
+            xlabel="tokens ago", ylabel="weight, relative to the present", title="Learned memory"
+        )
+        axes.legend(frameon=False, loc="lower left")
+
+
+def _reference(axes: Any, value: float, name: str) -> None:
+    axes.axhline(value, color=OTHER, ls="--", lw=1)
+    axes.annotate(
+        name,
+        (1, value),
+        (-2, 3),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        color=OTHER,
+        ha="right",
+    )
+
+
+@contextmanager
+def _axes(path: str | Path) -> Iterator[Any]:
+    """Axes to draw on, saved to `path` at the end."""
+    # The figure class itself, so that no display and no global state is needed.
+    matplotlib = require("matplotlib", "plot", "the quickstart's figures")
+    figure_class = require("matplotlib.figure", "plot", "the quickstart's figures").Figure
+    with matplotlib.rc_context(STYLE):
+        figure = figure_class(figsize=(5.6, 3.6), layout="constrained")
+        yield figure.add_subplot()
+        # Without its date, the same numbers give the same file.
+        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)

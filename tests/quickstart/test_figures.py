@@ -1,0 +1,34 @@
+"""Figures from numbers that were made up."""
+
+import numpy as np
+import pytest
+
+from flash_frac.quickstart.figures import draw_context, draw_loss, draw_memory
+
+LAGS = np.geomspace(1, 1000, 50)
+KERNELS = [np.stack([LAGS**-0.5, LAGS**-0.7]), LAGS[None] ** -0.9]
+DRAWINGS = {
+    "loss": (
+        lambda path: draw_loss(path, [(1, 5.0), (9, 3.0)], [(9, 3.1)], 3.05),
+        ["training", "validation", "trigram", "step", "bits per byte"],
+    ),
+    "context": (
+        lambda path: draw_context(path, {256: 2.125, 1024: 2.0}, 256, 3.05),
+        ["2.125", "1,024", "(training)", "trigram 3.050", "bits per byte"],
+    ),
+    "memory": (
+        lambda path: draw_memory(path, LAGS, KERNELS),
+        ["layer 1", "layer 2", "exponential", "tokens ago"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_figures_have_their_labels_and_do_not_change_by_themselves(name, tmp_path):
+    draw, texts = DRAWINGS[name]
+    for copy in ("a.svg", "b.svg"):
+        draw(tmp_path / copy)
+    content = (tmp_path / "a.svg").read_text()
+    assert content == (tmp_path / "b.svg").read_text()
+    for text in texts:
+        assert text in content

@@ -1,0 +1,60 @@
+"""The whole quickstart, on the beginnings of the addresses and for a few steps."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import flash_frac.models  # noqa: F401
+from flash_frac import quickstart
+from flash_frac.quickstart import corpus
+from flash_frac.train import load_recipe
+
+SMALL = ["--sequence_length=16", "--max_steps=6", "--logging_steps=2", "--eval_steps=3"]
+
+
+@pytest.fixture
+def short_addresses(monkeypatch):
+    whole = corpus.load()
+    short = [corpus.Address(a.year, a.name, a.text[:500]) for a in whole]
+    monkeypatch.setattr(corpus, "load", lambda: short)
+    monkeypatch.setattr(quickstart, "SAMPLE_BYTES", 20)
+
+
+def test_everything_is_there(short_addresses, tmp_path, capsys):
+    folder = tmp_path / "quickstart"
+    results = quickstart.run(str(folder), overrides=[*SMALL, "--disable_tqdm=true"])
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert list(results["bits_per_byte"]) == ["16", "64", "256", "1024"]
+    # Ten addresses of 500 characters and an end each.
+    assert results["validation_bytes"] == 4 * 1024 and results["steps"] == 6
+    # Hardly trained, it is near 8 bits; the trigram has counted.
+    assert all(5 < bits < 8.5 for bits in results["bits_per_byte"].values())
+    assert 2 < results["trigram_bits_per_byte"] < 5
+    for name in ("loss.svg", "context.svg", "memory.svg", "recipe.yaml", "log.jsonl"):
+        assert (folder / name).stat().st_size > 0
+    printed = capsys.readouterr().out
+    assert "trigram" in printed and str(folder) in printed and results["sample"] in printed
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    ids = tokenizer("My fellow Americans", return_tensors="pt").input_ids
+    assert ids.shape == (1, 19)
+    with torch.no_grad():
+        assert math.isfinite(model(ids, labels=ids).loss)
+
+
+def test_minutes_decide_on_the_steps(short_addresses, tmp_path, capsys):
+    steps = yaml.safe_load((quickstart.HERE / "recipe.yaml").read_text())["max_steps"]
+    for minutes, expected in ((quickstart.MINUTES, steps), (1.0, round(steps / 3)), (1e-9, 1)):
+        recipe = load_recipe(quickstart._prepare(tmp_path, minutes))
+        assert recipe.training.max_steps == expected
+    # Complete: it names the model, the text and the folder by itself.
+    assert recipe.data.data_files == [str(tmp_path / "data" / "train.jsonl")]
+    other = load_recipe(tmp_path / "recipe.yaml", ["--output_dir", "longer", "--max_steps", "9"])
+    assert (other.training.output_dir, other.training.max_steps) == ("longer", 9)
+    with pytest.raises(ValueError, match="minutes must be positive"):
+        quickstart.run(tmp_path, 0.0)
