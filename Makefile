@@ -2,13 +2,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test test-gpu lint types bench bench-model figures clean
+.PHONY: quickstart test test-gpu lint types bench bench-model figures clean
 
 # The environment is made once, and again when what it is made of changes.
 $(VENV)/ready: pyproject.toml constraints-cpu.txt requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-cpu.txt
 	touch $@
+
+quickstart: $(VENV)/ready       ## train a small model on an embedded text, and look at it
+	$(BIN)/frac quickstart
 
 test: lint types                ## lint, types and all tests, as in CI
 	$(BIN)/python -m pytest -n 2

@@ -3,7 +3,7 @@
     python benchmarks/train.py RECIPE [--any_training_argument VALUE] [--commit C] [--out CSV]
 
 Tokens/s and MFU are medians of the logs of the second half of the run, optimizer, loss, clipping
-and data included. Rows go to benchmarks/results/train_<gpu>.csv.
+and data included. Rows go to benchmarks/results/train/<gpu>.csv.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure import default_path, describe_machine
+from measure import RESULTS, default_path, describe_machine
 
 from flash_frac.train import load_recipe, train
 from flash_frac.train.monitor import LOG_NAME, read_lines
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV to append to")
     typed = sys.argv[1:] if arguments is None else list(arguments)
     options, overrides = parser.parse_known_args(typed)
-    path = options.out or default_path().with_stem(f"train_{default_path().stem}")
+    path = options.out or RESULTS / "train" / default_path().name
     machine = describe_machine(__file__, typed, options.commit)
     row = row_of(options.recipe, overrides)
     append(row | machine, path)

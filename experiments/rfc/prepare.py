@@ -1,9 +1,11 @@
 """Make one file of documents from the RFCs, without the furniture of printed pages.
 
-    python experiments/rfc/prepare.py FOLDER OUT.jsonl
+    python experiments/rfc/prepare.py FOLDER OUT.jsonl [--sample]
 
 FOLDER holds rfc*.txt or rfc*.txt.gz, anywhere below, as the rfc-editor's archive or Debian's
 packages doc-rfc-* lay them out. Each RFC becomes a line {"name", "text"}, in the order of numbers.
+--sample makes the smaller file of the committed results: numbers 4n + 3 are left out, and of the
+others the first 5,839 are taken.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 # "Fielding, et al.    Standards Track    [Page 2]", a form feed, "RFC 2616   HTTP/1.1   June 1999".
 PAGE = re.compile(r"\n*[^\n]*\[Page \w+\][ \t]*\n?\f?\n*(?:RFC \d+[^\n]*\d{4}[ \t]*\n)?\n*")
+SAMPLE = 5839
 
 
 def number(path: Path) -> int | None:
@@ -40,19 +43,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--sample", action="store_true", help="the documents of results.csv")
     options = parser.parse_args()
     files = [p for p in options.folder.rglob("rfc*.txt*") if p.is_file() and not p.is_symlink()]
     found = {n: p for p in sorted(files) if (n := number(p)) is not None}
     if not found:
         parser.error(f"no rfc*.txt or rfc*.txt.gz under {options.folder}")
+    numbers = sorted(found)
+    if options.sample:
+        numbers = [n for n in numbers if n % 4 != 3][:SAMPLE]
     draft, characters = options.out.with_suffix(".draft"), 0
     with draft.open("w", encoding="utf-8") as file:
-        for n in sorted(found):
+        for n in numbers:
             text = read(found[n])
             characters += len(text)
             file.write(json.dumps({"name": f"rfc{n}", "text": text}, ensure_ascii=False) + "\n")
     draft.replace(options.out)
-    print(f"{len(found)} documents, {characters / 1e6:.1f} million characters in {options.out}")
+    print(f"{len(numbers)} documents, {characters / 1e6:.1f} million characters in {options.out}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Recipes: everything is checked before anything begins."""
 
+from pathlib import Path
+
 import pytest
 
 from flash_frac.train import load_recipe
@@ -77,3 +79,26 @@ def test_no_recipe(tmp_path):
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match="is not YAML"):
         load_recipe(tmp_path / "broken.yaml")
+
+
+RECIPES = sorted(Path("recipes").glob("*.yaml")) + sorted(Path("experiments").glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_committed_recipes_are_valid(path):
+    recipe = load_recipe(path, ["--use_cpu", "--bf16=false"])
+    assert Path(recipe.model.config_name).exists()
+    assert recipe.training.max_steps > 0
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("frac-1.3b", 100e9), ("frac-390m", 30e9)])
+def test_the_papers_runs(name, tokens):
+    """A million tokens a step, on 16 and on 8 GPUs, learning rate and decay as in the paper."""
+    recipe = load_recipe(f"recipes/{name}.yaml", ["--use_cpu", "--bf16=false"])
+    args = recipe.training
+    gpus = 16 if name == "frac-1.3b" else 8
+    sequences = gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    step = sequences * recipe.data.sequence_length
+    assert step == 2**20
+    assert args.max_steps * step == pytest.approx(tokens, rel=1e-4)
+    assert (args.learning_rate, args.weight_decay, args.warmup_steps) == (6e-4, 0.1, 0.1)

@@ -158,6 +158,22 @@ def test_resuming_is_exact(write_recipe, tmp_path, monkeypatch, changes):
     assert_same_weights(weights(broken), weights(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_resuming_a_hub_dataset_is_exact(
+    write_recipe, tmp_path, text_folder, monkeypatch, streaming
+):
+    """A folder stands for the hub: `datasets` reads both alike."""
+    source = {"dataset_name": str(text_folder), "data_files": None, "streaming": streaming}
+    path = write_recipe(**source, separate_documents=True)
+    train(load_recipe(path, ["--output_dir", str(tmp_path / "whole")]))
+    outputs = ["--output_dir", str(tmp_path / "broken")]
+    interrupted(monkeypatch, load_recipe(path, outputs), 5)
+    result = train(load_recipe(path, outputs))
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    assert_same_weights(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    assert any("eval_loss" in log for log in result.history)
+
+
 def test_a_complete_run_is_not_trained_further(write_recipe, tmp_path):
     path = write_recipe()
     train(load_recipe(path))
@@ -322,6 +338,39 @@ def test_states_are_carried_through_a_document(write_recipe):
     logged = [log["loss"] for log in result.history if "loss" in log]
     for step in range(7):
         assert logged[step] == pytest.approx(total[step] / count[step], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({"gradient_checkpointing": True}, 1e-6),
+        ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, 1e-5),
+        ({"config_overrides": {"fuse_linear_cross_entropy": False}}, 1e-5),
+        ({"bf16": True}, 2e-2),
+    ],
+    ids=["checkpointing", "compiled", "plain loss", "bfloat16"],
+)
+@pytest.mark.parametrize("apart", [False, True], ids=["flowing", "documents apart"])
+def test_switches_do_not_change_what_is_learned(write_recipe, tmp_path, apart, changes, tolerance):
+    options = {"separate_documents": apart, "eval_strategy": "no", "save_strategy": "no"}
+    outputs = [tmp_path / "plain", tmp_path / "changed"]
+    train(load_recipe(write_recipe(**options), ["--output_dir", str(outputs[0])]))
+    path = write_recipe(**options, **changes)
+    result = train(load_recipe(path, ["--output_dir", str(outputs[1])]))
+    plain, changed = ([loss for _, loss in losses(folder)] for folder in outputs)
+    assert changed == pytest.approx(plain, rel=tolerance)
+    assert all(p.dtype == torch.float32 for p in result.model.parameters())
+
+
+def test_the_gradient_is_clipped(write_recipe, tmp_path):
+    """By plain descent, which does not undo the scale as AdamW would."""
+    ends = []
+    for norm in ("1e9", "1e-3"):
+        folder = tmp_path / norm
+        arguments = ["--optim", "sgd", "--max_grad_norm", norm, "--output_dir", str(folder)]
+        train(load_recipe(write_recipe(learning_rate=0.1), arguments))
+        ends.append(losses(folder)[-1][1])
+    assert ends[0] < ends[1] - 1e-3
 
 
 def test_a_vocabulary_that_does_not_fit(write_recipe):
