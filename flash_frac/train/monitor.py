@@ -61,8 +61,13 @@ class JsonLinesCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
-            with (Path(args.output_dir) / LOG_NAME).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            path = Path(args.output_dir) / LOG_NAME
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            except OSError as error:
+                # A full disk is reported without the name of the file.
+                raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:

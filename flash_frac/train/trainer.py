@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +37,7 @@ from flash_frac.train.recipe import Recipe
 from flash_frac.train.stateful import CarriedStates
 
 LAW_TOKENS = 2048
+_UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
 _DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
 
 
@@ -259,6 +262,9 @@ class FracTrainer(Trainer):
             speed["mfu"] = rate / self.peak_flops / self.args.world_size
         if self.args.device.type == "cuda":
             speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        else:
+            # On Linux in KiB.
+            speed["peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return speed
 
     def _memory_law(self) -> dict[str, float]:
@@ -347,8 +353,8 @@ class _whole:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         trainer = self.trainer
         trainer._saving_folder = False
-        # torch reports a full disk as a RuntimeError of its zip writer.
-        full = isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+        # What torch makes of a full disk, in this file of its own or that.
+        full = isinstance(error, RuntimeError) and re.search(_UNWRITTEN, str(error))
         if isinstance(error, OSError | SafetensorError) or full:
             raise self._failed(error) from error
         if error is not None:
@@ -364,6 +370,7 @@ class _whole:
     def _failed(self, error: BaseException | None) -> checkpoints.CheckpointError:
         folder = self.trainer._output_dir
         last = checkpoints.last_checkpoint(folder)
+        checkpoints.clear_leftovers(folder)
         return checkpoints.CheckpointError(
             f"{self.name} could not be written to {folder}: {error}. Make room; the last good "
             f"checkpoint is {last or 'none'}, from which the same command goes on"

@@ -212,6 +212,20 @@ def test_a_full_disk_leaves_the_last_checkpoint(write_recipe, tmp_path, monkeypa
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_files_that_cannot_grow(write_recipe, tmp_path):
+    """The same for what the system really does: here, no file may be larger than 80 KiB."""
+    path, run = write_recipe(max_steps=2), tmp_path / "run"
+    train(load_recipe(path))
+    before = {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
+    command = f"ulimit -f 80; exec {sys.executable} -m flash_frac.cli train {path} --max_steps 4"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "checkpoint-4 could not be written" in done.stderr
+    assert f"last good checkpoint is {run / 'checkpoint-2'}" in done.stderr
+    assert before == {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
+    assert checkpoints(run) == [run / "checkpoint-2"] and not (run / ".saving").exists()
+
+
 def test_an_unwritable_folder_is_named(write_recipe, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"output_dir .*file.run cannot be written to"):
