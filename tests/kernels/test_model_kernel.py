@@ -6,6 +6,7 @@ import torch
 from flash_frac.generation import Generator
 from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.ops.testing import relative_error
+from flash_frac.sampling import SamplingSettings
 from tests.kernels.devices import DEVICE, DTYPES
 from tests.models.conftest import make_model
 
@@ -146,6 +147,20 @@ def test_generator(batch):
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     for _ in range(3):
         assert torch.equal(generator.generate(ids, max_new_tokens=6), expected)
+
+
+def test_sampling_in_a_graph():
+    """A seed draws the same whether steps are recorded, replayed or run one by one."""
+    model = build(torch.float32, "triton")
+    ids, sampling = tokens(3, 12), SamplingSettings(temperature=1.0, top_k=20, top_p=0.9)
+    options = {"max_new_tokens": 8, "sampling": sampling}
+    generator = Generator(model)
+    first = generator.generate(ids, seed=1, **options)
+    assert torch.equal(generator.generate(ids, seed=1, **options), first)
+    other = generator.generate(ids, seed=2, **options)
+    assert not torch.equal(other, first)
+    assert torch.equal(generator.generate(ids, seed=1, **options), first)
+    assert torch.equal(Generator(model).generate(ids, seed=2, **options), other)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter computes float32 only")
