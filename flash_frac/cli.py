@@ -61,6 +61,93 @@ def quickstart(
     run(output_dir, minutes)
 
 
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
+TopK = Annotated[int, typer.Option(help="Only the k most likely tokens; 0 for all.")]
+TopP = Annotated[float, typer.Option(help="Only the likely tokens that hold this share.")]
+MinP = Annotated[float, typer.Option(help="Only tokens of this share of the likeliest.")]
+Penalty = Annotated[float, typer.Option(help="Above 1, tokens seen before are less likely.")]
+Checkpoint = Annotated[str, typer.Argument(help="Folder or hub id of a Frac model.")]
+State = Annotated[Path | None, typer.Option(help="A saved state to begin with.")]
+SaveState = Annotated[Path | None, typer.Option(help="Where to save the state at the end.")]
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="What to continue.")] = "",
+    state: State = None,
+    save_state: SaveState = None,
+    max_new_tokens: Annotated[int, typer.Option(help="How many at most.")] = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+) -> None:
+    """Continue a text, as the tokens come; Ctrl-C ends it and loses nothing."""
+    from flash_frac.sampling import SamplingSettings
+    from flash_frac.terminal import continue_text, open_stream
+
+    if not prompt and state is None:
+        raise ValueError("there is nothing to continue: give --prompt, --state or both")
+    sampling = SamplingSettings(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    stream = open_stream(checkpoint, state)
+    print(prompt, end="", flush=True)
+    continue_text(stream, prompt, _say, sampling=sampling, max_new_tokens=max_new_tokens, seed=seed)
+    print()
+    if save_state is not None:
+        stream.save(save_state)
+
+
+@app.command()
+def chat(
+    checkpoint: Checkpoint,
+    state: State = None,
+    save_state: SaveState = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 400,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 1.0,
+    repetition_penalty: Penalty = 1.0,
+) -> None:
+    """Take turns with a model. Ctrl-C ends its turn, /back undoes one, Ctrl-D leaves."""
+    from flash_frac.sampling import SamplingSettings
+    from flash_frac.terminal import converse, open_stream
+
+    sampling = SamplingSettings(
+        temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty
+    )
+    stream = open_stream(checkpoint, state)
+    try:
+        converse(
+            stream, lambda: input("> "), _say, sampling=sampling, max_new_tokens=max_new_tokens
+        )
+    finally:
+        if save_state is not None:
+            stream.save(save_state)
+            print(f"\nThe state is in {save_state}.")
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option(help="Leave out what takes longer.")] = False,
+) -> None:
+    """Look whether everything works on this machine; says what to do if not."""
+    from flash_frac.doctor import doctor as examine
+
+    raise typer.Exit(examine(quick=quick))
+
+
 def main() -> None:
     """Run the command; what a user can mend is told in a sentence, without a traceback."""
     try:

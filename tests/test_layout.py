@@ -14,7 +14,7 @@ SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 # Packages from the ground up; each may import what stands before it.
 LAYERS = [
     *("extras", "provenance", "theory", "ops", "layers", "models", "sampling", "generation"),
-    *("inspect", "data", "evals", "train", "quickstart", "cli"),
+    *("stream", "terminal", "inspect", "doctor", "data", "evals", "train", "quickstart", "cli"),
 ]
 
 

@@ -15,6 +15,7 @@ from flash_frac.models.modeling import (
     FracModel,
     FracPreTrainedModel,
 )
+from flash_frac.models.surgery import regrid
 
 AutoConfig.register(FracConfig.model_type, FracConfig)
 AutoModel.register(FracConfig, FracModel)
@@ -29,5 +30,6 @@ __all__ = [
     "FracModel",
     "FracPreTrainedModel",
     "read_state",
+    "regrid",
     "write_state",
 ]

@@ -1,0 +1,80 @@
+"""What this machine has, and whether flash_frac computes rightly on it: `frac doctor`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flash_frac.doctor import machine, model, operators
+from flash_frac.doctor.report import REPORT_IT, Finding, Report
+
+__all__ = ["Finding", "Report", "doctor", "examine"]
+
+
+def examine(*, quick: bool = False, seed: int | None = None) -> Report:
+    """Look at this machine and check the operators on it. Nothing raises: an error is a finding.
+
+    Args:
+        quick: leave out the longer inputs and the speed.
+        seed: of the random inputs; a fresh one if None.
+
+    Example:
+        >>> examine(quick=True).wrong
+        ()
+    """
+    return Report(tuple(_findings(quick, seed)))
+
+
+def doctor(*, quick: bool = False) -> int:
+    """Print an examination as it goes on; 1 if something is wrong, else 0."""
+    import typer
+
+    findings = []
+    for finding in _findings(quick, None):
+        findings.append(finding)
+        color = {"ok": "green", "warning": "yellow", "wrong": "red"}[finding.status]
+        status, rest = str(finding).split(" ", 1)
+        # typer leaves colours out where the output is no terminal.
+        typer.echo(f"{typer.style(status, fg=color)} {rest}")
+    report = Report(tuple(findings))
+    typer.echo("\n" + str(report).splitlines()[-1])
+    return 1 if report.wrong else 0
+
+
+def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seed = secrets.randbits(31) if seed is None else seed
+    looks: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("versions", machine.versions),
+        ("requirements", machine.requirements),
+        ("device", machine.device),
+        ("known problems", lambda: machine.known_problems(machine.facts())),
+        ("backend", lambda: machine.backend(device)),
+    ]
+    for name, look in looks:
+        yield from _safely(name, look)
+    looks = [("model", lambda: model.check(device, seed))]
+
+    def list_operators() -> list[Finding]:
+        looks[:0] = operators.checks(device, seed, quick=quick)
+        return []
+
+    # A backend that cannot even be asked, such as a Triton that does not load, is a finding too.
+    yield from _safely("operators", list_operators)
+    for name, look in looks:
+        # Small inputs, for which threads of a busy machine would only wait for each other.
+        with model.threads(1):
+            found = _safely(name, look)
+        yield from found
+    if not quick:
+        yield from _safely("speed", lambda: model.speed(device))
+
+
+def _safely(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return look()
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        return [Finding(name, "wrong", what, f"mend what it says, or {REPORT_IT}")]

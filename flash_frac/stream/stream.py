@@ -1,0 +1,390 @@
+"""Streams: the whole past of some sequences, in memory of fixed size, as a thing to hold.
+
+A Frac model carries what it has read in a recurrent state and a convolution's window per layer. A
+`FracStream` holds them with the logits of the next token: it reads on, generates, is copied, wound
+back, moved through time and kept in a file, whatever the number of tokens that came before.
+Letters: B sequences, T time, V vocabulary, H heads, M modes, D head channels, I = H D, K taps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from flash_frac.layers import MixerState
+from flash_frac.models import FracCache, FracForCausalLM
+from flash_frac.sampling import SamplingSettings, choose
+from flash_frac.stream.inputs import Inputs, to_ids
+from flash_frac.stream.state import (
+    StreamMark,
+    empty_state,
+    let_pass,
+    make_cache,
+    mixers,
+    read_tokens,
+    states_of,
+)
+from flash_frac.stream.storage import check_model, fingerprint, read_file, write_file
+from flash_frac.stream.text import CONTEXT, TextTail
+
+
+class FracStream:
+    """B sequences of a model, which hold no token at first.
+
+    A call that an error or an interrupt breaks off has not happened: it works on a second copy of
+    the state, which takes the place of the first when all is done.
+
+    Args:
+        model: on any device; called in eval mode, and in its own mode again afterwards.
+        tokenizer: for text in and out; without one a stream takes and gives ids.
+        batch_size: B.
+
+    Example:
+        >>> stream = FracStream(model, tokenizer).feed(book)
+        >>> for text in stream.generate(max_new_tokens=100):
+        ...     print(text, end="")
+        >>> stream.save("book.stream")
+    """
+
+    def __init__(
+        self,
+        model: FracForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        batch_size: int = 1,
+    ) -> None:
+        _check_kind(model)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.model, self.tokenizer = model, tokenizer
+        head = model.lm_head.weight
+        seen = torch.zeros(batch_size, head.shape[0], dtype=torch.bool, device=head.device)
+        tails = () if tokenizer is None else (TextTail(),) * batch_size
+        cache = make_cache(model, [empty_state(mixer, batch_size) for mixer in mixers(model)])
+        self._now = StreamMark(cache, None, seen, (0,) * batch_size, tails)
+        self._spare: FracCache | None = None
+        self._marks: list[StreamMark] = []
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self._now.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each sequence holds."""
+        return self._now.lengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._now.lengths)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """(B, V) float32 of the next token; None before the first one and after `advance`."""
+        return self._now.logits
+
+    @property
+    def state(self) -> list[MixerState]:
+        """The states of the layers: to be read, before the stream goes on, or else cloned."""
+        return states_of(self._now.cache)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state. The stream holds them twice, and once more for each mark."""
+        return sum(state.nbytes for state in self.state)
+
+    def feed(self, inputs: Inputs) -> FracStream:
+        """Read on; however a sequence is cut into calls, the result is the same.
+
+        Text becomes tokens call by call, and no special token is added: where the model knows one
+        at the beginning, feed its id first.
+
+        Args:
+            inputs: a text, a list of ids or a tensor (T,); for B > 1 a list of B texts or of B
+                lists, which may differ in length, or a tensor (B, T).
+        """
+        ids, counts = to_ids(
+            inputs,
+            batch_size=self.batch_size,
+            vocab_size=self.model.config.vocab_size,
+            tokenizer=self.tokenizer,
+        )
+        if ids.shape[1] == 0:
+            return self
+        if min(counts) == 0 and self.logits is None:
+            raise ValueError(
+                f"inputs must hold tokens for every sequence, got {counts} of them, because the "
+                "logits of the next token are not known yet; feed a token to each first"
+            )
+        tails = self._now.tails
+        if self.tokenizer is not None:
+            rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
+            ends = (row[-count:] if count else [] for row, count in rows)
+            tails = tuple(t.skip(x, self.tokenizer) for t, x in zip(tails, ends, strict=True))
+        self._read(ids, counts, tails)
+        return self
+
+    def generate(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        eos: bool | int | Sequence[int] = True,
+    ) -> Iterator[Any]:
+        """Go on, token by token. What has been yielded is in the state, and nothing else is.
+
+        The loop may be left at any time, the stream used otherwise, and `generate` called again.
+
+        Args:
+            max_new_tokens: how many at most; None for no bound.
+            temperature, top_k, top_p, min_p, repetition_penalty: of `SamplingSettings`; the penalty
+                is for all tokens of the stream.
+            seed: of the random numbers of this call; None to take torch's own.
+            eos: whether the model's end token ends a sequence, or which ids do. They are read, too.
+
+        Yields:
+            With a tokenizer text, a str (a list of B for B > 1), as soon as its letters are whole:
+            a letter begun is held back, for the next call too. Without, ids (B,); a sequence that
+            has ended gets padding, which its state does not read.
+        """
+        settings = SamplingSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be None or at least 1, got {max_new_tokens}")
+        place = self._known_logits().device
+        generator = None if seed is None else torch.Generator(place).manual_seed(seed)
+        return self._generate(max_new_tokens, settings, generator, self._end_ids(eos))
+
+    def _generate(
+        self,
+        limit: int | None,
+        settings: SamplingSettings,
+        generator: torch.Generator | None,
+        ends: list[int],
+    ) -> Iterator[Any]:
+        pad = self.model.config.pad_token_id
+        alive, number = [1] * self.batch_size, 0
+        while number != limit and any(alive):
+            seen = self._now.seen
+            ids = choose(self._known_logits(), settings, seen=seen, generator=generator)
+            if not all(alive):
+                # A sequence can only have ended if there are ids that end one.
+                filling = ends[0] if pad is None else pad
+                ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
+            tokens, shown, tails = ids.tolist(), [""] * len(alive), list(self._now.tails)
+            if self.tokenizer is not None:
+                for index in (n for n, lives in enumerate(alive) if lives):
+                    piece = tails[index].take(tokens[index], self.tokenizer)
+                    shown[index], tails[index] = piece
+            # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
+            self._read(ids[:, None], alive, tuple(tails))
+            alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
+            number += 1
+            if self.tokenizer is None:
+                yield ids
+            elif any(shown):
+                yield shown[0] if len(shown) == 1 else shown
+
+    def mark(self) -> StreamMark:
+        """Remember this moment, for `rollback`; marks may be nested, like savepoints in SQL."""
+        self._marks.append(self._now.copy(self.model))
+        return self._marks[-1]
+
+    def rollback(self, mark: StreamMark | None = None) -> FracStream:
+        """Be again, to the bit, as at a mark, by default the last; those after it are dropped."""
+        del self._marks[self._place(mark) + 1 :]
+        self._commit(self._draft(self._marks[-1]))
+        return self
+
+    def release(self, mark: StreamMark | None = None) -> FracStream:
+        """Drop a mark, by default the last, and those after it; the stream stays as it is."""
+        del self._marks[self._place(mark) :]
+        return self
+
+    def fork(self) -> FracStream:
+        """Another stream with the same past, and its marks; neither will disturb the other."""
+        fork = self._at(self._now.copy(self.model), self.model, self.tokenizer)
+        fork._marks = list(self._marks)
+        return fork
+
+    def select(self, index: int | Sequence[int] | slice | Tensor) -> FracStream:
+        """A stream of the sequences at `index`, in its order, without marks."""
+        try:
+            rows = torch.arange(self.batch_size)[[index] if isinstance(index, int) else index]
+        except IndexError as error:
+            raise ValueError(
+                f"index must choose among {self.batch_size} sequences, got {index}"
+            ) from error
+        if rows.numel() == 0:
+            raise ValueError(f"index must choose at least one sequence, got {index}")
+        now = self._now.select(rows.tolist(), self.model)
+        return self._at(now, self.model, self.tokenizer)
+
+    @staticmethod
+    def cat(streams: Sequence[FracStream]) -> FracStream:
+        """One stream of all sequences of streams of one model, without marks.
+
+        The logits of the next token are known if they are in all of them.
+        """
+        kinds = {(id(stream.model), id(stream.tokenizer)) for stream in streams}
+        if len(kinds) != 1:
+            raise ValueError(
+                "streams must be at least one, and all of one model and one tokenizer, got "
+                f"{len(streams)} streams of {len(kinds)} pairs of model and tokenizer"
+            )
+        model, tokenizer = streams[0].model, streams[0].tokenizer
+        now = StreamMark.cat([stream._now for stream in streams], model)
+        return FracStream._at(now, model, tokenizer)
+
+    def advance(self, gap: float) -> FracStream:
+        """Let the time of `gap` tokens pass without input, in closed form.
+
+            S_m <- exp(gap log_decay_m) S_m
+
+        where log_decay is what each head chooses for an input of zero, and nothing is written. The
+        window moves on by floor(gap) zeros. The recurrent state after `advance(a)` and `advance(b)`
+        is that after `advance(a + b)`. Which token comes next is then not known before another was
+        fed, unless gap is 0.
+        """
+        if not (math.isfinite(gap) and gap >= 0):
+            raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap}")
+        if gap == 0:
+            return self
+        draft = self._draft()
+        for mixer, state in zip(mixers(self.model), states_of(draft.cache), strict=True):
+            let_pass(mixer, state, gap)
+        self._commit(replace(draft, logits=None))
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the stream, without its marks, to a file: all of it or, if that fails, nothing."""
+        now = self._now
+        tensors = {"seen": now.seen} | ({} if now.logits is None else {"logits": now.logits})
+        for index, state in enumerate(self.state):
+            tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
+        tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in now.tails])
+        facts = fingerprint(self.model) | {"lengths": json.dumps(now.lengths), "tails": tails}
+        write_file(Path(path), facts, tensors)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: FracForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> FracStream:
+        """The stream that `save` has written, on the device of the model, which must be the same.
+
+        Example: `FracStream.load("book.stream", model, tokenizer).feed("The end?")`
+        """
+        _check_kind(model)
+        facts, tensors = read_file(Path(path))
+        check_model(Path(path), facts, model)
+        states = []
+        for index, mixer in enumerate(mixers(model)):
+            state = MixerState(tensors[f"{index}.recurrent"], tensors[f"{index}.conv"])
+            states.append(state.to(mixer.conv1d.weight.device))
+        place, logits = model.lm_head.weight.device, tensors.get("logits")
+        lengths, tails = tuple(json.loads(facts["lengths"])), ()
+        if tokenizer is not None:
+            # It may have been saved without one.
+            kept = json.loads(facts["tails"]) or [[[], 0, 0]] * len(lengths)
+            tails = tuple(TextTail(tuple(ids), *rest) for ids, *rest in kept)
+        # Copies, because on a CPU these would be the file itself, mapped into memory.
+        logits = None if logits is None else logits.to(place, copy=True)
+        cache, seen = make_cache(model, states), tensors["seen"].to(place, copy=True)
+        return cls._at(StreamMark(cache, logits, seen, lengths, tails), model, tokenizer)
+
+    @classmethod
+    def _at(
+        cls, now: StreamMark, model: FracForCausalLM, tokenizer: PreTrainedTokenizerBase | None
+    ) -> FracStream:
+        """A stream at this moment, without marks."""
+        stream = object.__new__(cls)
+        stream.model, stream.tokenizer = model, tokenizer
+        stream._now, stream._spare, stream._marks = now, None, []
+        return stream
+
+    def _draft(self, mark: StreamMark | None = None) -> StreamMark:
+        """A copy of this moment, or of another, in the memory that the last draft has left."""
+        spare, self._spare = self._spare, None
+        return (mark or self._now).copy(self.model, spare)
+
+    def _commit(self, now: StreamMark) -> None:
+        # Each line leaves a whole stream behind, should it be the last.
+        before = self._now.cache
+        self._now = now
+        self._spare = before
+
+    def _read(self, ids: Tensor, counts: Sequence[int], tails: tuple[TextTail, ...]) -> None:
+        """Take in ids (B, T), of each sequence the last `counts`; T > 0."""
+        before, place = self._now, self._now.seen.device
+        fed, mask, tokens = torch.tensor(counts)[:, None], None, ids
+        if min(counts) < ids.shape[1]:
+            mask = torch.arange(ids.shape[1]) >= ids.shape[1] - fed
+            # In place of padding the last token once more, which was seen anyway.
+            tokens = torch.where(mask.to(ids.device), ids, ids[:, -1:])
+        draft = self._draft()
+        logits = read_tokens(self.model, draft.cache, ids, mask).to(place)
+        seen = before.seen.scatter(1, tokens.to(place), True)
+        if min(counts) == 0 and before.logits is not None:
+            some = (fed > 0).to(place)
+            logits, seen = logits.where(some, before.logits), seen.where(some, before.seen)
+        lengths = tuple(n + count for n, count in zip(before.lengths, counts, strict=True))
+        self._commit(StreamMark(draft.cache, logits, seen, lengths, tails))
+
+    def _known_logits(self) -> Tensor:
+        if self._now.logits is None:
+            raise ValueError(
+                "generate needs the logits of the next token, which are not known before the first "
+                "token and after advance; feed at least one token"
+            )
+        return self._now.logits
+
+    def _end_ids(self, eos: bool | int | Sequence[int]) -> list[int]:
+        if eos is False:
+            return []
+        if eos is True:
+            known = getattr(self.model.generation_config, "eos_token_id", None)
+            if known is None and self.tokenizer is not None:
+                known = self.tokenizer.eos_token_id
+            return [] if known is None else self._end_ids(known)  # pyright: ignore
+        return [eos] if isinstance(eos, int) else list(eos)
+
+    def _place(self, mark: StreamMark | None) -> int:
+        """Where a mark stands among those of this stream."""
+        places = [n for n, mine in enumerate(self._marks) if mark is None or mine is mark]
+        if not places:
+            raise ValueError(
+                f"mark must be one that this stream has, got {mark} and "
+                f"{len(self._marks)} marks; rollback and release drop the marks after theirs"
+            )
+        return places[-1]
+
+
+def _check_kind(model: object) -> None:
+    if not isinstance(model, FracForCausalLM):
+        raise ValueError(
+            f"model must be a FracForCausalLM, got {type(model).__name__}; of a wrapped one "
+            "(compiled, or in DistributedDataParallel) pass the model inside"
+        )
