@@ -139,6 +139,27 @@ def _say(text: str) -> None:
 
 
 @app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="A folder for page, figures and numbers.")],
+    text: Annotated[
+        Path | None, typer.Option(help="What to read; else a presidential address.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="How much of it to read.")] = 4096,
+) -> None:
+    """Show the memory law of a trained model: OUT/index.html, figures, report.json."""
+    from flash_frac.inspect import inspect_checkpoint
+    from flash_frac.quickstart import corpus
+
+    if text is None:
+        name, passage = "State of the Union address", corpus.load()[-1].text
+    else:
+        name, passage = text.name, text.read_text(encoding="utf-8")
+    inspect_checkpoint(checkpoint, out, text=passage, text_name=name, num_tokens=tokens)
+    print(f"Open {out / 'index.html'}; every number is in {out / 'report.json'}.")
+
+
+@app.command()
 def doctor(
     quick: Annotated[bool, typer.Option(help="Leave out what takes longer.")] = False,
 ) -> None:

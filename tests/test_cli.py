@@ -106,3 +106,11 @@ def test_doctor():
 def test_a_checkpoint_that_is_none(tmp_path):
     done = frac("generate", tmp_path, "--prompt", "x")
     assert done.returncode == 1 and f"checkpoint {tmp_path} cannot be loaded" in done.stderr
+
+
+def test_inspect(checkpoint, tmp_path):
+    (tmp_path / "text.txt").write_text("memory fades as a power law " * 20)
+    out = tmp_path / "out"
+    done = frac("inspect", checkpoint, "--text", tmp_path / "text.txt", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert (out / "index.html").exists() and (out / "report.json").exists()

@@ -111,6 +111,26 @@ def layer_kernel(
     return (amplitudes[:, None] * powers).sum(-1).numpy()
 
 
+def check_model(model: nn.Module) -> None:
+    """Raise unless this is a Frac model, and not a wrapper around one."""
+    if not isinstance(model, FracPreTrainedModel):
+        raise ValueError(
+            f"model must be a Frac model, got {type(model).__name__}; of a wrapped one (compiled, "
+            "or in DistributedDataParallel) pass the model inside"
+        )
+
+
+def layer_dynamics(mixer: FracMixer, logits: Tensor) -> Dynamics:
+    """Δ, α, λ from the output (B, T, 3 H) of `dyn_proj`; (B, T, 2 H) with a fixed alpha.
+
+    Example: `delta, alpha, lam = layer_dynamics(mixer, mixer.dyn_proj(inner_x))`
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    parts = logits.to(dtype).unflatten(-1, (mixer.num_dynamics, -1)).unbind(-2)
+    alpha = None if mixer.num_dynamics == 2 else parts[1]
+    return dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
+
+
 class _Seen(NamedTuple):
     """What a layer did: Δ, α, λ (B, T, H) float32 or float64, and log tau (M,) float64."""
 
@@ -121,18 +141,14 @@ class _Seen(NamedTuple):
 
 def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> list[_Seen]:
     """What each layer does on these tokens."""
-    if not isinstance(model, FracPreTrainedModel):
-        raise ValueError(
-            f"model must be a Frac model, got {type(model).__name__}; of a wrapped one (compiled, "
-            "or in DistributedDataParallel) pass the model inside"
-        )
+    check_model(model)
     seen: list[_Seen] = []
 
     def watch(mixer: FracMixer) -> RemovableHandle:
         def keep(module: nn.Module, arguments: Any, logits: Tensor) -> None:
             # Here and not later, when parameters may again be spread over processes.
             log_tau = mixer.base_log_tau.detach().double()
-            seen.append(_Seen(mixer.settings, _dynamics(mixer, logits), log_tau))
+            seen.append(_Seen(mixer.settings, layer_dynamics(mixer, logits), log_tau))
 
         return mixer.dyn_proj.register_forward_hook(keep)
 
@@ -146,14 +162,6 @@ def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> lis
         for handle in handles:
             handle.remove()
     return seen
-
-
-def _dynamics(mixer: FracMixer, logits: Tensor) -> Dynamics:
-    """Δ, α, λ from the output (B, T, 3 H) of `dyn_proj`; (B, T, 2 H) with a fixed alpha."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    parts = logits.to(dtype).unflatten(-1, (mixer.num_dynamics, -1)).unbind(-2)
-    alpha = None if mixer.num_dynamics == 2 else parts[1]
-    return dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
 
 
 def _statistics(seen: _Seen) -> LayerStatistics:

@@ -1,0 +1,46 @@
+"""Looking into the memory of a trained model.
+
+`memory_statistics` gives a few numbers for each layer, cheap enough for a training log, and
+`layer_kernel` the kernel of a layer at its mean controls. `inspect_model` measures along a text
+what every head does with its memory; `write_report` makes a page, figures and a JSON file of it,
+and `inspect_checkpoint` does both for a saved model.
+"""
+
+from flash_frac.inspect.fits import Fit, Stretch, fit_exponential, fit_power_law
+from flash_frac.inspect.report import (
+    Distribution,
+    HeadReport,
+    LayerReport,
+    MemoryReport,
+    inspect_model,
+)
+from flash_frac.inspect.response import Horizon, horizon, impulse_response, log_spaced_lags
+from flash_frac.inspect.statistics import (
+    LayerStatistics,
+    evaluating,
+    layer_kernel,
+    memory_statistics,
+)
+from flash_frac.inspect.write import inspect_checkpoint, write_report
+
+__all__ = [
+    "Distribution",
+    "Fit",
+    "HeadReport",
+    "Horizon",
+    "LayerReport",
+    "LayerStatistics",
+    "MemoryReport",
+    "Stretch",
+    "evaluating",
+    "fit_exponential",
+    "fit_power_law",
+    "horizon",
+    "impulse_response",
+    "inspect_checkpoint",
+    "inspect_model",
+    "layer_kernel",
+    "log_spaced_lags",
+    "memory_statistics",
+    "write_report",
+]

@@ -1,0 +1,370 @@
+// The page: what is chosen, and the charts of it. The numbers are those of report.json.
+
+const report = JSON.parse($("report").textContent);
+const { layers, lags } = report;
+// Lag 0 has no place on a log axis.
+const shownLags = lags.slice(1);
+const MEAN = -1;
+const MEDIAN = Math.floor(report.quantiles.length / 2);
+const state = { layer: 0, head: MEAN, cursor: null };
+
+const layerNow = () => layers[state.layer];
+// The chosen head, or the layer itself, which has the same fields of its mean response.
+const now = () => (state.head === MEAN ? layerNow() : layerNow().heads[state.head]);
+const headName = () => (state.head === MEAN ? "mean of all heads" : `head ${state.head}`);
+const place = () => `layer ${state.layer}, ${headName()}`;
+const law = (fit, n) => fit.amplitude * Math.exp(-fit.exponent * (fit.kind === "power" ? Math.log(n) : n));
+
+function choose(layer, head = state.head) {
+  state.layer = Math.min(layers.length - 1, Math.max(0, layer));
+  state.head = Math.min(layerNow().heads.length - 1, Math.max(MEAN, head));
+  render();
+}
+
+function middle(values) {
+  const sorted = values.filter((v) => v !== null).sort((a, b) => a - b);
+  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
+}
+
+function fillOverview() {
+  const heads = layers.flatMap((layer) => layer.heads);
+  const rows = report.num_rows > 1 ? `${report.num_rows} rows of ` : "";
+  $("name").textContent = report.name;
+  $("about").textContent = `${layers.length} layers, ${layers[0].heads.length} heads, `
+    + `${layers[0].tau.length} modes, ${format(report.num_parameters)} parameters, on `
+    + `${rows}${report.num_tokens.toLocaleString("en")} tokens of ${report.text}`;
+  const wins = heads.filter((head) => head.better === "power").length / heads.length;
+  const tiles = [
+    ["median α of all heads", format(middle(heads.map((h) => h.distributions.alpha.quantiles[MEDIAN])))],
+    ["heads nearer a power law", percent(wins)],
+    ["median exponent of a power law", format(middle(heads.map((h) => h.power && h.power.exponent)))],
+    ["median decades of a power law", format(middle(heads.map((h) => h.power
+      && (h.power.stretch ? h.power.stretch.decades : 0))))],
+    ["median lag with half the weight", format(middle(heads.map((h) => h.horizon.half)))],
+    ["modes on a clamp, fast and slow", `${percent(mean(heads.map((h) => h.clamped_fast)))}, `
+      + `${percent(mean(heads.map((h) => h.clamped_slow)))}`],
+  ];
+  for (const [name, value] of tiles) {
+    const tile = add($("tiles"), "div");
+    add(tile, "dt", name);
+    add(tile, "dd", value);
+  }
+  $("factor").textContent = report.factor;
+  $("last-lag").textContent = lags[lags.length - 1].toLocaleString("en");
+}
+
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+// ---- the response
+
+function renderResponse() {
+  const svg = $("response");
+  const [one, all] = [now(), layerNow().heads];
+  const values = [...all.flatMap((h) => h.response.slice(1)), ...one.response.slice(1)];
+  const high = Math.max(...values);
+  const shown = values.filter((v) => v > high * 1e-9);
+  const low = Math.min(...shown);
+  const y = high > 0 ? [low / 3, high * 1.5] : [0.1, 1];
+  const x = [1, Math.max(2, lags[lags.length - 1])];
+  const { X, Y, box, plot } = axes(svg, { x, y, xLabel: "lag, tokens", yLabel: "response" });
+  const curve = (response) => shownLags.map((n, i) => [X(n), Y(response[i + 1])]);
+  if ($("show-others").checked) {
+    all.forEach((head, h) => {
+      const line = path(plot, curve(head.response), "l-others");
+      line.addEventListener("click", () => choose(state.layer, h));
+    });
+  }
+  let bars = 0;
+  for (const kind of ["power", "exponential"]) {
+    const fit = one[kind];
+    if (!fit || !$(`show-${kind}`).checked) continue;
+    path(plot, shownLags.map((n) => [X(n), Y(law(fit, n))]), `l-${kind}`);
+    if (fit.first === null) continue;
+    const [from, to] = [X(fit.first), X(fit.last)];
+    const at = { x: from, width: Math.max(3, to - from), y: box.bottom - 7 - 7 * bars++, height: 5 };
+    draw(plot, "rect", { class: `b-${kind}`, rx: 2, ...at });
+  }
+  if ($("show-response").checked) path(plot, curve(one.response), "l-measured");
+  if ($("show-horizon").checked) renderMarks(plot, X, box, one.horizon);
+  svg.scales = { X, Y, box };
+  renderCursor();
+}
+
+function renderMarks(plot, X, box, reach) {
+  const marks = [["half", reach.half], ["mean", reach.mean], ["90%", reach.ninety]];
+  marks.forEach(([name, lag], i) => {
+    const at = X(Math.max(1, lag));
+    draw(plot, "line", { class: "l-mark", x1: at, x2: at, y1: box.top, y2: box.bottom });
+    const right = at > box.right - 60;
+    draw(plot, "text", {
+      class: "t-mark", x: at + (right ? -4 : 4), y: box.top + 13 + 15 * i,
+      "text-anchor": right ? "end" : "start",
+    }, name);
+  });
+}
+
+function renderCursor() {
+  const svg = $("response");
+  svg.querySelectorAll(".cross, .dot").forEach((node) => node.remove());
+  const one = now();
+  if (state.cursor === null) {
+    $("readout").textContent = "Point at the chart, or focus it and use the arrow keys, for values.";
+    return;
+  }
+  const { X, Y, box } = svg.scales;
+  const n = shownLags[state.cursor];
+  const value = one.response[state.cursor + 1];
+  draw(svg, "line", { class: "cross", x1: X(n), x2: X(n), y1: box.top, y2: box.bottom });
+  if (value > 0 && Y(value) <= box.bottom && $("show-response").checked) {
+    draw(svg, "circle", { class: "dot", cx: X(n), cy: Y(value), r: 5 });
+  }
+  const parts = [`lag ${n.toLocaleString("en")}: ${format(value)}`];
+  if (one.power) parts.push(`power law ${format(law(one.power, n))}`);
+  if (one.exponential) parts.push(`exponential ${format(law(one.exponential, n))}`);
+  parts.push(`mean of ${report.sources[state.cursor + 1].toLocaleString("en")} sources`);
+  $("readout").textContent = parts.join("  ·  ");
+}
+
+function listenToResponse() {
+  const svg = $("response");
+  const go = (step) => () => {
+    const from = state.cursor === null ? 0 : state.cursor + step;
+    state.cursor = Math.min(shownLags.length - 1, Math.max(0, from));
+    renderCursor();
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const at = event.clientX - svg.getBoundingClientRect().left;
+    const far = (n) => Math.abs(svg.scales.X(n) - at);
+    state.cursor = shownLags.reduce((best, n, i) => (far(n) < far(shownLags[best]) ? i : best), 0);
+    renderCursor();
+  });
+  svg.addEventListener("pointerleave", () => { state.cursor = null; renderCursor(); });
+  onKeys(svg, {
+    ArrowLeft: go(-1), ArrowRight: go(1), Home: go(-1e6), End: go(1e6),
+    Escape: () => { state.cursor = null; renderCursor(); },
+  });
+}
+
+function renderFacts() {
+  const list = $("facts");
+  const one = now();
+  const range = (fit) => {
+    if (fit.first === null) return "holds nowhere";
+    if (fit.first === fit.last) return `holds at lag ${format(fit.first)} only`;
+    return `holds from lag ${format(fit.first)} to ${format(fit.last)} (${fit.decades.toFixed(2)} decades)`;
+  };
+  // The same kind of law fitted to where it reaches farthest.
+  const alone = ({ kind, stretch }) => {
+    if (stretch === null) return [];
+    const { first, last, decades, exponent } = stretch;
+    const shape = kind === "power" ? `n^${(-exponent).toFixed(2)}`
+      : `exp(${exponent > 0 ? "-" : ""}n / ${format(1 / Math.abs(exponent))})`;
+    return [`longest fit of its own: lags ${format(first)} to ${format(last)} `
+      + `(${decades.toFixed(2)} decades), ${shape}`];
+  };
+  const fact = (name, lines, win = false) => {
+    add(list, "dt", name + (win ? ", the closer one" : ""));
+    lines.forEach((line, i) => add(list, "dd", line, win && i === 0 ? { class: "win" } : {}));
+  };
+  clear(list);
+  const { power, exponential, horizon } = one;
+  if (power) {
+    const formula = `${format(power.amplitude)} · n^${(-power.exponent).toFixed(3)}`;
+    const off = `off by a factor of ${format(Math.exp(power.rms_log))} (rms)`;
+    fact("power law", [formula, range(power), off, ...alone(power)], one.better === "power");
+  }
+  if (exponential) {
+    const scale = exponential.timescale === null ? "does not fall"
+      : `${format(exponential.amplitude)} · exp(-n / ${format(exponential.timescale)})`;
+    const off = `off by a factor of ${format(Math.exp(exponential.rms_log))} (rms)`;
+    const lines = [scale, range(exponential), off, ...alone(exponential)];
+    fact("exponential", lines, one.better === "exponential");
+  }
+  if (!power) fact("laws", ["too few positive values to fit one"]);
+  fact("horizon", [
+    `half of the weight by lag ${format(horizon.half)}`,
+    `90% of it by lag ${format(horizon.ninety)}`,
+    `mean lag ${format(horizon.mean)}`,
+    `${percent(horizon.last_half)} in the last half of the lags`,
+  ]);
+  fact("modes on a clamp", [
+    `${percent(one.clamped_fast)} fast, ${percent(one.clamped_slow)} slow`,
+  ]);
+}
+
+// ---- distributions
+
+function renderDistribution(name) {
+  const edges = layerNow().edges[name];
+  const { counts, quantiles } = now().distributions[name];
+  const svg = $(name);
+  const most = Math.max(...counts);
+  const total = counts.reduce((a, b) => a + b, 0);
+  const x = [edges[0], edges[edges.length - 1]];
+  const view = axes(svg, { x, y: [0, most * 1.22], yLog: false, yTicks: false });
+  const { X, Y, box, plot } = view;
+  counts.forEach((count, i) => {
+    const at = { x: X(edges[i]), width: Math.max(0.5, X(edges[i + 1]) - X(edges[i]) - 0.5) };
+    const size = { y: Y(count), height: Math.max(0, box.bottom - Y(count)) };
+    const column = draw(plot, "rect", { class: "column", ...at, ...size });
+    const share = `${format(edges[i])} to ${format(edges[i + 1])}: ${percent(count / total)}`;
+    hover(column, () => share);
+  });
+  const [q5, q25, q50, q75, q95] = quantiles.map(X);
+  const mid = box.top + 9;
+  path(plot, [[q5, mid], [q25, mid], [NaN, 0], [q75, mid], [q95, mid]], "box");
+  draw(plot, "rect", { class: "box", x: q25, y: mid - 6, width: Math.max(1, q75 - q25), height: 12 });
+  draw(plot, "line", { class: "box", x1: q50, x2: q50, y1: mid - 6, y2: mid + 6 });
+  const label = `5% ${format(quantiles[0])} · median ${format(quantiles[2])} · 95% ${format(quantiles[4])}`;
+  const [side, bottom] = [(box.left + box.right) / 2, svg.clientHeight - 6];
+  draw(svg, "text", { x: side, y: bottom, "text-anchor": "middle" }, label);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `${name}: ${label}`);
+}
+
+// ---- maps, and what goes across layers
+
+function renderModes() {
+  const { heads, tau } = layerNow();
+  const log = $("log-colour").checked;
+  for (const name of ["read", "write"]) {
+    const values = heads.map((head) => head[`${name}_share`]);
+    const flat = values.flat().filter((v) => v > 0);
+    const high = Math.max(1e-9, ...flat);
+    heatMap($(name), {
+      values, high, log, low: log ? Math.max(Math.min(high, ...flat), high * 1e-5) : 0,
+      xLabel: `mode, τ from ${format(tau[0])} to ${format(tau[tau.length - 1])} tokens`,
+      yLabel: "head",
+      describe: (r, c) => `head ${r}, mode ${c} (τ ${format(tau[c])})\nmean ${name} `
+        + `${format(heads[r][name][c])}, share`,
+      pick: (r) => choose(state.layer, r),
+      chosen: (at, rows, columns) => state.head !== MEAN
+        && { ...at(state.head, 0), width: columns * at(0, 0).width },
+    });
+  }
+}
+
+function renderAlpha() {
+  const values = layers.map((l) => l.heads.map((h) => h.distributions.alpha.quantiles[MEDIAN]));
+  const flat = values.flat();
+  heatMap($("alpha-map"), {
+    values, low: Math.min(...flat), high: Math.max(...flat), log: false, xLabel: "head",
+    yLabel: "layer", describe: (r, c) => `layer ${r}, head ${c}\nmedian α`,
+    pick: (r, c) => choose(r, c),
+    chosen: (at, rows, columns) => (state.head === MEAN
+      ? { ...at(state.layer, 0), width: columns * at(0, 0).width } : at(state.layer, state.head)),
+  });
+}
+
+function renderHorizon() {
+  const svg = $("horizon");
+  // A log axis has no place for a lag of 0.
+  const level = (v) => Math.max(v, 0.1);
+  const kinds = ["half", "mean", "ninety"];
+  const reach = [...layers, ...layers.flatMap((l) => l.heads)].flatMap((l) => kinds.map((k) => l.horizon[k]));
+  const y = [0.7 * level(Math.min(...reach)), 1.4 * level(Math.max(...reach))];
+  const x = [-0.5, layers.length - 0.5];
+  svg.style.height = `${Math.min(440, Math.max(300, 10 * layers.length))}px`;
+  const { X, Y, box, plot } = axes(svg, { x, y, xLog: false, xLabel: "layer", yLabel: "tokens" });
+  const wide = X(1) - X(0);
+  const band = (n) => ({ x: X(n - 0.5), y: box.top, width: wide, height: box.bottom - box.top });
+  draw(plot, "rect", { class: "here", ...band(state.layer) });
+  layers.forEach((layer, n) => layer.heads.forEach((head) => {
+    draw(plot, "circle", { class: "head-dot", cx: X(n), cy: Y(level(head.horizon.half)), r: 2 });
+  }));
+  for (const kind of kinds) {
+    const points = layers.map((layer, n) => [X(n), Y(level(layer.horizon[kind]))]);
+    path(plot, points, `l-${kind}`);
+    points.forEach(([cx, cy]) => draw(plot, "circle", { class: `d-${kind}`, cx, cy, r: 2.5 }));
+  }
+  const say = (n) => {
+    const { half, mean: lag, ninety } = layers[n].horizon;
+    return `layer ${n}\nhalf ${format(half)}, mean ${format(lag)}, 90% ${format(ninety)} tokens`;
+  };
+  layers.forEach((_, n) => {
+    const target = draw(plot, "rect", { class: "clickable", "fill-opacity": 0, ...band(n) });
+    hover(target, () => say(n));
+    target.addEventListener("click", () => choose(n));
+  });
+  const go = (step) => () => {
+    choose(state.layer + step);
+    const around = svg.getBoundingClientRect();
+    showTip(around.left + svg.scale(state.layer), around.top + box.top + 20, say(state.layer));
+  };
+  svg.scale = X;
+  onKeys(svg, { ArrowLeft: go(-1), ArrowRight: go(1), Escape: hideTip });
+}
+
+function fillTable() {
+  const table = $("table");
+  const head = add(add(table, "thead"), "tr");
+  const names = ["layer", "α", "Δ", "λ", "exponent", "power law holds at", "closer law", "half",
+    "90%", "mean lag", "last half", "fast clamp", "slow clamp"];
+  names.forEach((name) => add(head, "th", name, { scope: "col" }));
+  const body = add(table, "tbody");
+  layers.forEach((layer, n) => {
+    const row = add(body, "tr");
+    const button = add(add(row, "td"), "button", String(n), { type: "button", "aria-label": `Layer ${n}` });
+    button.addEventListener("click", () => choose(n));
+    const { power, horizon, distributions } = layer;
+    const median = (name) => format(distributions[name].quantiles[MEDIAN]);
+    const range = power && power.first !== null ? `${format(power.first)} to ${format(power.last)}` : "–";
+    const cells = [median("alpha"), median("delta"), median("lambda"), power ? power.exponent.toFixed(2) : "–",
+      range, { power: "power law", exponential: "exponential" }[layer.better] || "–",
+      format(horizon.half), format(horizon.ninety), format(horizon.mean), percent(horizon.last_half),
+      percent(layer.clamped_fast), percent(layer.clamped_slow)];
+    cells.forEach((cell) => add(row, "td", cell));
+  });
+}
+
+// ---- all together
+
+function render() {
+  hideTip();
+  const heads = layerNow().heads.length;
+  $("layer").value = state.layer;
+  $("head").value = state.head;
+  $("layer-back").disabled = state.layer === 0;
+  $("layer-on").disabled = state.layer === layers.length - 1;
+  $("head-back").disabled = state.head === MEAN;
+  $("head-on").disabled = state.head === heads - 1;
+  $("response-name").textContent = place();
+  $("distribution-name").textContent = state.head === MEAN ? `layer ${state.layer}, all heads` : place();
+  $("modes-name").textContent = `layer ${state.layer}`;
+  renderResponse();
+  renderFacts();
+  ["delta", "alpha", "lambda", "timescale"].forEach(renderDistribution);
+  renderModes();
+  renderHorizon();
+  renderAlpha();
+  [...$("table").tBodies[0].rows].forEach((row, n) => {
+    row.setAttribute("aria-selected", String(n === state.layer));
+  });
+}
+
+function start() {
+  fillOverview();
+  fillTable();
+  layers.forEach((_, n) => add($("layer"), "option", String(n), { value: n }));
+  add($("head"), "option", "mean of all", { value: MEAN });
+  layers[0].heads.forEach((_, h) => add($("head"), "option", String(h), { value: h }));
+  $("layer").addEventListener("change", (e) => choose(Number(e.target.value)));
+  $("head").addEventListener("change", (e) => choose(state.layer, Number(e.target.value)));
+  $("layer-back").addEventListener("click", () => choose(state.layer - 1));
+  $("layer-on").addEventListener("click", () => choose(state.layer + 1));
+  $("head-back").addEventListener("click", () => choose(state.layer, state.head - 1));
+  $("head-on").addEventListener("click", () => choose(state.layer, state.head + 1));
+  for (const name of ["response", "power", "exponential", "others", "horizon"]) {
+    $(`show-${name}`).addEventListener("change", renderResponse);
+  }
+  $("log-colour").addEventListener("change", renderModes);
+  listenToResponse();
+  let width = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth !== width) render();
+    width = window.innerWidth;
+  });
+  render();
+}
+
+start();

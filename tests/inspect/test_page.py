@@ -1,0 +1,126 @@
+"""The page of a report: alone it is complete, and a browser finds nothing wrong with it."""
+
+import importlib.util
+import json
+import re
+import shutil
+
+import pytest
+
+from flash_frac.inspect.write import render_page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+MISSING = [
+    name
+    for name, there in {
+        "the package playwright (pip install playwright)": importlib.util.find_spec("playwright"),
+        "a browser (apt-get install chromium)": BROWSER,
+    }.items()
+    if not there
+]
+
+
+@pytest.fixture(scope="module")
+def page_text(report):
+    return render_page(report.as_dict())
+
+
+def test_the_page_holds_its_numbers(page_text, report):
+    found = re.search(
+        r'<script type="application/json" id="report">(.*?)</script>', page_text, re.S
+    )
+    assert json.loads(found[1]) == report.as_dict()
+    assert "@@" not in page_text.replace(found[1], "")
+
+
+def test_the_page_needs_nothing_else(page_text):
+    assert "http" not in page_text.lower()
+    assert not re.findall(r'(?:src|href)="(?!data:)', page_text)
+    assert "@import" not in page_text and "fetch(" not in page_text
+
+
+def test_a_name_cannot_break_out_of_the_page(report):
+    numbers = report.as_dict() | {"name": "</title></script><script>alert(1)</script>"}
+    assert "<script>alert" not in render_page(numbers)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"the page was not opened: it needs {MISSING}")
+def test_a_browser_finds_no_error(page_text, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    (tmp_path / "index.html").write_text(page_text, encoding="utf-8")
+    errors, requests = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        try:
+            for scheme, width in (("light", 1200), ("dark", 400)):
+                page = browser.new_page(
+                    color_scheme=scheme, viewport={"width": width, "height": 800}
+                )
+                page.on("console", lambda message: errors.append(message.text))
+                page.on("pageerror", lambda error: errors.append(str(error)))
+                page.on("request", lambda request: requests.append(request.url))
+                page.goto((tmp_path / "index.html").as_uri())
+                use_mouse(page)
+                use_keyboard(page)
+                page.set_viewport_size({"width": 700, "height": 800})
+                # Of the page itself only the table may be wider than the window.
+                assert page.evaluate("document.documentElement.scrollWidth") <= 700
+        finally:
+            browser.close()
+    assert not errors
+    assert {url.rsplit("/", 1)[-1] for url in requests} == {"index.html"}
+
+
+def use_mouse(page):
+    assert "</script><b>text @@ &" in page.inner_text("#about")
+    for layer in ("0", "1"):
+        page.select_option("#layer", layer)
+        for head in ("-1", "0", "1"):
+            page.select_option("#head", head)
+            assert f"layer {layer}" in page.inner_text("#response-name")
+            assert not re.search("NaN|undefined|Infinity", page.inner_html("main"))
+    assert page.is_disabled("#layer-on") and page.is_disabled("#head-on")
+    page.click("#layer-back")
+    page.click("#head-back")
+    assert page.inner_text("#response-name") == "layer 0, head 0"
+    for name in ("response", "power", "exponential", "others", "horizon"):
+        before = page.inner_html("#response")
+        page.click(f"#show-{name}")
+        assert page.inner_html("#response") != before
+        page.click(f"#show-{name}")
+    page.click("#log-colour")
+    page.hover("#response")
+    assert page.inner_text("#readout").startswith("lag ")
+    page.hover("#read .cell >> nth=3")
+    assert "mode" in page.inner_text("#tip")
+    page.click("#read .cell >> nth=7")
+    assert page.inner_text("#response-name") == "layer 0, head 1"
+    page.click("#alpha-map .cell >> nth=-2")
+    assert page.inner_text("#response-name") == "layer 1, head 0"
+    page.click("#horizon .clickable >> nth=0")
+    page.hover("#timescale .column >> nth=-1")
+    page.click("#table button >> nth=1")
+    assert page.input_value("#layer") == "1"
+
+
+def use_keyboard(page):
+    page.focus("#response")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#readout").startswith("lag 2")
+    page.keyboard.press("End")
+    assert page.inner_text("#readout").startswith("lag 64")
+    page.keyboard.press("Escape")
+    page.select_option("#head", "-1")
+    page.focus("#write")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    assert page.input_value("#head") == "1"
+    page.focus("#horizon")
+    page.keyboard.press("ArrowLeft")
+    assert page.input_value("#layer") == "0"
+    page.focus("#layer-on")
+    page.keyboard.press("Enter")
+    assert page.input_value("#layer") == "1"

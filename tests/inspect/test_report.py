@@ -1,0 +1,133 @@
+"""Reports of models: complete, finite, and equal to direct computations."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flash_frac.data.tokenizer import byte_tokenizer
+from flash_frac.inspect import inspect_checkpoint, inspect_model, memory_statistics, write_report
+from flash_frac.inspect.capture import visit_layers
+from flash_frac.inspect.figures import draw_layer
+from flash_frac.models import FracConfig, FracForCausalLM
+
+from .conftest import tiny
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for part in value for number in numbers(part)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_distributions_equal_a_direct_computation():
+    model, tokens, seen = tiny(frac_rho_eps=0.1).double(), torch.randint(0, 32, (2, 50)), []
+    visit_layers(model, tokens, lambda n, mixer, dyn, controls: seen.append((mixer, dyn, controls)))
+    layer = inspect_model(model, tokens).layers[1]
+    mixer, dyn, controls = seen[1]
+    tau = mixer.base_log_tau.double().exp()
+    scale = tau / (dyn.delta * dyn.lam ** (1 / dyn.alpha))[..., None]
+    values = {"delta": dyn.delta, "alpha": dyn.alpha, "lambda": dyn.lam, "timescale": scale}
+    for name, found in values.items():
+        for h, head in enumerate(layer.heads):
+            one = np.log(found[:, :, h].flatten().numpy())
+            expected = np.exp(np.quantile(one, [0.05, 0.25, 0.5, 0.75, 0.95]))
+            np.testing.assert_allclose(head.distributions[name].quantiles, expected, rtol=1e-9)
+            assert sum(head.distributions[name].counts) == len(one)
+        assert sum(layer.distributions[name].counts) == found.numel()
+        edges = np.array(layer.edges[name])
+        assert len(edges) == 41 and edges[0] <= found.min() and found.max() <= edges[-1]
+    np.testing.assert_allclose([h.read for h in layer.heads], controls.read.mean((0, 1)))
+    np.testing.assert_allclose([h.write for h in layer.heads], controls.write.mean((0, 1)))
+
+
+def test_clamps_agree_with_the_statistics():
+    model, tokens = tiny(frac_rho_eps=0.1).double(), torch.randint(0, 32, (2, 50))
+    for layer, known in zip(
+        inspect_model(model, tokens).layers, memory_statistics(model, tokens), strict=True
+    ):
+        assert layer.clamped_fast > 0 and layer.clamped_slow > 0
+        assert layer.clamped_fast + layer.clamped_slow == pytest.approx(known.clamped_share)
+    free = inspect_model(tiny(frac_rho_eps=0.0), tokens).layers[0]
+    assert (free.clamped_fast, free.clamped_slow) == (0, 0)
+
+
+def test_shares_of_modes_sum_to_one(report):
+    for layer in report.layers:
+        for head in layer.heads:
+            assert sum(head.read_share) == pytest.approx(1)
+            assert sum(head.write_share) == pytest.approx(1)
+            assert sum(head.read) == pytest.approx(1, rel=1e-5) and sum(head.write) < 1
+
+
+def test_the_mean_response_is_that_of_the_heads(report):
+    for layer in report.layers:
+        heads = np.mean([head.response for head in layer.heads], 0)
+        np.testing.assert_allclose(layer.response, heads)
+    assert report.lags[0] == 0 and report.sources[:2] == [192, 190] and report.num_rows == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"frac_alpha_fixed": 0.7}, {"frac_rw_normalization": "none"}, {"frac_num_modes": 1}],
+)
+def test_odd_models_have_finite_reports(changes, tmp_path):
+    report = inspect_model(tiny(**changes), torch.randint(0, 32, (1, 40)))
+    assert all(math.isfinite(number) for number in numbers(report.as_dict()))
+    draw_layer(tmp_path / "layer.svg", report, 1)
+
+
+def test_written_report_is_complete_and_finite(report, tmp_path):
+    page = write_report(report, tmp_path / "new" / "folder")
+    names = {
+        "report.json",
+        "index.html",
+        "alpha.svg",
+        "horizon.svg",
+        "layer_00.svg",
+        "layer_01.svg",
+    }
+    assert {path.name for path in page.parent.iterdir()} == names
+    data = json.loads((page.parent / "report.json").read_text())
+    assert data == report.as_dict() and all(math.isfinite(number) for number in numbers(data))
+    assert len(data["layers"]) == 2 and len(data["sources"]) == len(data["lags"])
+    head = data["layers"][1]["heads"][1]
+    assert len(head["response"]) == len(data["lags"]) and len(head["read"]) == 5
+    assert set(head["horizon"]) == {"half", "ninety", "mean", "last_half"}
+    assert set(head["distributions"]) == {"delta", "alpha", "lambda", "timescale"}
+    assert {"exponent", "first", "last", "rms_log", "stretch"} <= set(head["power"])
+    for path in page.parent.glob("*.svg"):
+        assert path.read_text().rstrip().endswith("</svg>")
+
+
+def test_a_checkpoint_with_its_tokenizer(tmp_path):
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    FracForCausalLM(FracConfig(vocab_size=259, **settings)).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    passage = "To be, or not to be. " * 20
+    report = inspect_checkpoint(
+        tmp_path / "model", tmp_path / "out", text=passage, text_name="Hamlet", num_tokens=100
+    )
+    assert (report.num_tokens, report.text, len(report.layers)) == (100, "Hamlet", 1)
+    assert report.name.endswith("/model") and (tmp_path / "out" / "index.html").exists()
+    with pytest.raises(ValueError, match="text must have at least 16 tokens, got 5"):
+        inspect_checkpoint(tmp_path / "model", tmp_path / "out", text="short")
+    with pytest.raises(ValueError, match="num_tokens must be at least 16"):
+        inspect_checkpoint(tmp_path / "model", tmp_path / "out", text=passage, num_tokens=4)
+
+
+def test_errors_name_the_remedy():
+    model, tokens = tiny(), torch.randint(0, 32, (1, 20))
+    with pytest.raises(ValueError, match="pass the model inside"):
+        inspect_model(nn.DataParallel(model), tokens)
+    with pytest.raises(ValueError, match=r"pass ids\[None\]"):
+        inspect_model(model, tokens[0])
+    with pytest.raises(ValueError, match="at least 16 tokens a row"):
+        inspect_model(model, tokens[:, :15])
+    with pytest.raises(ValueError, match="factor must be above 1"):
+        inspect_model(model, tokens, factor=0.9)
