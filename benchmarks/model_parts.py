@@ -47,8 +47,8 @@ CPU_SIZES = Sizes(
     prefill=(16, 32),
     decode_batches=(1, 2),
     prompt=16,
-    steps=8,
-    eager_steps=8,
+    steps=16,
+    eager_steps=16,
     train=(2, 32),
     small=(16,),
 )

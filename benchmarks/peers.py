@@ -172,6 +172,26 @@ def qwen3(frac: Any) -> ModelPeer:
     return ModelPeer(name, config, "sdpa", {"H": heads, "M": None, "D": channels})
 
 
+def transformers_mamba2(frac: Any) -> ModelPeer:
+    """Mamba2 as transformers has it, which runs anywhere; as many layers as ours."""
+    from transformers import Mamba2Config
+
+    channels = 64
+    heads = 2 * frac.hidden_size // channels
+    config = Mamba2Config(
+        vocab_size=frac.vocab_size,
+        hidden_size=frac.hidden_size,
+        num_hidden_layers=frac.num_hidden_layers,
+        head_dim=channels,
+        num_heads=heads,
+        state_size=128,
+        n_groups=1,
+        tie_word_embeddings=True,
+    )
+    name = f"transformers {version_of('transformers')} Mamba2"
+    return ModelPeer(name, config, "", {"H": heads, "M": 128, "D": channels})
+
+
 def gated_deltanet(frac: Any) -> ModelPeer:
     """fla's layers, 22 for 48 of ours, with keys of 3/4 of the width and values of twice that."""
     import fla
@@ -220,6 +240,7 @@ def mamba_kernels() -> str:
 
 MODEL_PEERS: dict[str, Callable[[Any], ModelPeer]] = {
     "qwen3": qwen3,
+    "transformers_mamba2": transformers_mamba2,
     "gated_deltanet": gated_deltanet,
     "mamba2": mamba2,
 }

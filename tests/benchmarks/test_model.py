@@ -48,8 +48,8 @@ def test_all_parts_with_peers(config, capsys):
         *(("generate", "decode"), ("Generator", "decode"), ("sdpa", "decode")),
     ):
         assert key in keys, key
-    # Two lengths of prefill, two batches of decoding, one step; three ways where there are three.
-    assert len(rows) == 2 + 3 * len(CPU_SIZES.prefill) + 3 * len(CPU_SIZES.decode_batches) + 2
+    # Two lengths of prefill, two batches of decoding, one step; ours in two ways, two peers.
+    assert len(rows) == 2 + 4 * len(CPU_SIZES.prefill) + 4 * len(CPU_SIZES.decode_batches) + 3
     assert all(float(row["ms_p50"]) > 0 and float(row["tokens_per_s"]) > 0 for row in rows)
     for row in (row for row in rows if row["pass"] == "decode"):
         rate = 1e3 * int(row["B"]) / float(row["ms_p50"])

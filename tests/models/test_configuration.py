@@ -12,6 +12,7 @@ MODELS = Path(__file__).parents[2] / "recipes" / "models"
 PARAMETERS = {
     "frac-1.3b": 1_385_075_808,
     "frac-390m": 390_549_600,
+    "frac-130m": 125_271_984,
     "frac-30m": 46_261_280,
     "frac-dna": 3_247_632,
     "frac-tiny": 103_396,
