@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from flash_frac.extras import require
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -31,6 +33,7 @@ def train(
     Any field of transformers.TrainingArguments, and of the model and data fields of
     docs/training.md, is taken from the recipe or the command line, which has the last word.
     """
+    require("accelerate", "train", "frac train")
     from flash_frac.train import load_recipe
     from flash_frac.train import train as run
 

@@ -44,6 +44,16 @@ def test_help_and_errors():
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_extra_is_named():
+    code = (
+        "import sys; sys.modules['accelerate'] = None; sys.argv = ['frac', 'train', 'x.yaml']\n"
+        "from flash_frac.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "frac train needs accelerate: pip install 'flash-frac[train]'" in done.stderr
+
+
 def test_a_state_goes_from_one_call_to_the_next(checkpoint, tmp_path):
     """Two calls with a state between them write what one call writes."""
     options = ["--temperature", 0, "--max-new-tokens"]
