@@ -145,6 +145,7 @@ class FracStream:
         repetition_penalty: float = 1.0,
         seed: int | None = None,
         eos: bool | int | Sequence[int] = True,
+        stop: Sequence[str] = (),
     ) -> Iterator[Any]:
         """Go on, token by token. What has been yielded is in the state, and nothing else is.
 
@@ -156,6 +157,7 @@ class FracStream:
                 is for all tokens of the stream.
             seed: of the random numbers of this call; None to take torch's own.
             eos: whether the model's end token ends a sequence, or which ids do. They are read, too.
+            stop: texts that end a sequence; they are read and yielded.
 
         Yields:
             With a tokenizer text, a str (a list of B for B > 1), as soon as its letters are whole:
@@ -171,9 +173,11 @@ class FracStream:
         )
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be None or at least 1, got {max_new_tokens}")
+        if isinstance(stop, str) or not all(stop) or (stop and self.tokenizer is None):
+            raise ValueError(f"stop must be a list of texts and needs a tokenizer, got {stop!r}")
         place = self._known_logits().device
         generator = None if seed is None else torch.Generator(place).manual_seed(seed)
-        return self._generate(max_new_tokens, settings, generator, self._end_ids(eos))
+        return self._generate(max_new_tokens, settings, generator, self._end_ids(eos), stop)
 
     def _generate(
         self,
@@ -181,15 +185,16 @@ class FracStream:
         settings: SamplingSettings,
         generator: torch.Generator | None,
         ends: list[int],
+        stop: Sequence[str],
     ) -> Iterator[Any]:
         pad = self.model.config.pad_token_id
+        filling = pad if pad is not None else next(iter(ends), 0)
         alive, number = [1] * self.batch_size, 0
+        written = [""] * self.batch_size
         while number != limit and any(alive):
             seen = self._now.seen
             ids = choose(self._known_logits(), settings, seen=seen, generator=generator)
             if not all(alive):
-                # A sequence can only have ended if there are ids that end one.
-                filling = ends[0] if pad is None else pad
                 ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
             tokens, shown, tails = ids.tolist(), [""] * len(alive), list(self._now.tails)
             if self.tokenizer is not None:
@@ -199,6 +204,11 @@ class FracStream:
             # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
             self._read(ids[:, None], alive, tuple(tails))
             alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
+            for index, piece in enumerate(shown if stop else []):
+                # No longer than it takes to find a text that this piece completes.
+                written[index] = written[index][-max(map(len, stop)) :] + piece
+                if any(text in written[index] for text in stop):
+                    alive[index] = 0
             number += 1
             if self.tokenizer is None:
                 yield ids

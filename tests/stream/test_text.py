@@ -1,5 +1,8 @@
 """Text from streams: letters and spaces come whole, however the tokens cut them."""
 
+import re
+
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -92,3 +95,27 @@ def test_text_of_a_batch():
         assert_holds(stream.select(n), torch.tensor([tokenizer(text).input_ids]))
     pieces = list(stream.generate(max_new_tokens=3, eos=False))
     assert all(isinstance(piece, list) and len(piece) == 2 for piece in pieces)
+
+
+def test_texts_that_stop():
+    """A sequence ends behind the text; others go on, and its state reads nothing more."""
+    tokenizer = byte_tokenizer()
+    model = make_model(vocab_size=259, initializer_range=0.4)
+    prompts = ["one and", "two and"]
+
+    def run(**options):
+        stream = FracStream(model, tokenizer, batch_size=2).feed(prompts)
+        pieces = [*stream.generate(max_new_tokens=30, eos=False, temperature=1, seed=0, **options)]
+        return stream, ["".join(row) for row in zip(*pieces, strict=True)]
+
+    _, free = run()
+    # Followed by another whole letter: a broken one would come together with the next.
+    word = re.search(r"[ -~]{2}(?=[ -~])", free[0])[0]
+    stream, texts = run(stop=[word, "absent" * 9])
+    ends = [text.find(word) + len(word) if word in text else len(text) for text in free]
+    assert ends[0] < 25 and texts == [text[:end] for text, end in zip(free, ends, strict=True)]
+    assert stream.lengths[0] < stream.lengths[1] == len(prompts[1]) + 30
+    with pytest.raises(ValueError, match="stop must be a list of texts"):
+        stream.generate(stop="abc")
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        FracStream(model).feed([5]).generate(stop=["abc"])
