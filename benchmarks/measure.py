@@ -204,6 +204,22 @@ def append(rows: Iterable[Mapping], path: Path) -> None:
         writer.writerows(rows)
 
 
+def row_keeper(
+    script: str, typed: Iterable[str], options: argparse.Namespace
+) -> Callable[[list[dict]], None]:
+    """What prints rows and appends them at once, so that they outlast a later failure."""
+    path = options.out or default_path()
+    check_header(path)
+    # Before the first row is written: from then on the tree differs from its commit.
+    machine = describe_machine(script, typed, options.commit)
+
+    def keep(rows: list[dict]) -> None:
+        print_rows(rows)
+        append([row | machine for row in rows], path)
+
+    return keep
+
+
 def print_rows(rows: Iterable[Mapping]) -> None:
     for row in rows:
         peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:7d} MiB"

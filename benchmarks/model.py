@@ -26,13 +26,9 @@ import torch
 from measure import (
     OURS,
     add_options,
-    append,
     attempt,
-    check_header,
-    default_path,
-    describe_machine,
     exit_if_ours_failed,
-    print_rows,
+    row_keeper,
 )
 from model_parts import (
     CPU_SIZES,
@@ -139,16 +135,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     typed = sys.argv[1:] if arguments is None else arguments
     options = parse(typed)
-    path = options.out or default_path()
-    check_header(path)
-    # Before the first row is written: from then on the tree differs from its commit.
-    machine = describe_machine(__file__, typed, options.commit)
-
-    def keep(rows: list[dict]) -> None:
-        """Part by part, so that what was measured outlasts a later failure."""
-        print_rows(rows)
-        append([row | machine for row in rows], path)
-
+    keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
     device, backend, dtype, sizes = "cuda", "triton", torch.bfloat16, Sizes()
     if not torch.cuda.is_available():

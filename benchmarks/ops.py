@@ -25,15 +25,11 @@ import torch
 from measure import (
     OURS,
     add_options,
-    append,
     attempt,
-    check_header,
-    default_path,
-    describe_machine,
     exit_if_ours_failed,
     make_row,
     peak_mib,
-    print_rows,
+    row_keeper,
     runnable,
     time_in_turns,
 )
@@ -271,16 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for sizes in GPU_SIZES:
             print_profile(sizes)
         return
-    path = options.out or default_path()
-    check_header(path)
-    # Before the first row is written: from then on the tree differs from its commit.
-    machine = describe_machine(__file__, typed, options.commit)
-
-    def keep(rows: list[dict]) -> None:
-        """Size by size, so that what was measured outlasts a later failure."""
-        print_rows(rows)
-        append([row | machine for row in rows], path)
-
+    keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
     if torch.cuda.is_available():
         for sizes in GPU_SIZES:

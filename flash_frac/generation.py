@@ -249,6 +249,7 @@ class _Session:
     def reset(self) -> None:
         """An empty state is one of zeros, in the recurrence as in the convolution's window."""
         torch._foreach_zero_(self.cache.tensors())  # pyright: ignore[reportPrivateImportUsage]
+        self.turn += 1
 
     def read(self, ids: Tensor, mask: Tensor | None) -> None:
         """Take tokens (B, T) into the state, and leave the logits after the last one."""
@@ -280,7 +281,6 @@ class _Session:
             self.random.seed()
         else:
             self.random.manual_seed(seed)
-        self.turn += 1
         self.ended.zero_()
         self.position.zero_()
         self.seen_tokens.zero_()

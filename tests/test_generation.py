@@ -112,12 +112,17 @@ def test_streaming(model, ids):
     options = {"eos_token_id": eos, "pad_token_id": 0, "max_new_tokens": LENGTH}
     expected = generator.generate(ids, **options)[:, ids.shape[1] :]
     assert torch.equal(torch.stack([*generator.stream(ids, **options)], 1), expected)
-    running = generator.stream(ids, max_new_tokens=LENGTH)
-    next(running)
-    generator.prefill(ids)
-    generator.generate(ids, max_new_tokens=2)
-    with pytest.raises(RuntimeError, match="used again while this stream was running"):
+    uses = (
+        lambda: generator.prefill(ids),
+        lambda: generator.generate(ids, max_new_tokens=2),
+        lambda: generator.generate(ids[:1], max_new_tokens=2),
+    )
+    for use in uses:
+        running = generator.stream(ids, max_new_tokens=LENGTH)
         next(running)
+        use()
+        with pytest.raises(RuntimeError, match="used again while this stream was running"):
+            next(running)
 
 
 class Letters:

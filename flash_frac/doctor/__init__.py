@@ -75,6 +75,7 @@ def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
 def _safely(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
+    # Whatever a check stumbles over is what this command is there to tell.
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         return [Finding(name, "wrong", what, f"mend what it says, or {REPORT_IT}")]

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
 from flash_frac.extras import require
 from flash_frac.inspect.fits import Fit
 from flash_frac.inspect.report import MemoryReport
 
-INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
-OURS, PALE, OTHER, THIRD = "#00707c", "#6fc0c5", "#c06c54", "#8d6a9f"
 # From nothing to much, as on the page.
 SHADES = ("#f4f7f7", "#6fc0c5", "#00707c", "#00323a")
-STYLE = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flash-frac",
-}
 # What lies further below the largest response is not drawn.
 DEEPEST = 1e-9
 
@@ -46,7 +24,7 @@ def draw_layer(path: str | Path, report: MemoryReport, layer: int) -> None:
     Example: `draw_layer("layer_00.svg", report, 0)`
     """
     seen = report.layers[layer]
-    with _figure(path, (11.0, 3.6), [1.5, 1, 1]) as (figure, axes):
+    with figure_at(path, (11.0, 3.6), [1.5, 1, 1]) as (figure, axes):
         _responses(axes[0], report, layer)
         for place, name in zip(axes[1:], ("read", "write"), strict=True):
             shares = np.array([getattr(head, f"{name}_share") for head in seen.heads])
@@ -65,7 +43,7 @@ def draw_alpha(path: str | Path, report: MemoryReport) -> None:
         [head.distributions["alpha"].quantiles[middle] for head in layer.heads]
         for layer in report.layers
     ]
-    with _figure(path, (5.6, 1.8 + 0.12 * len(medians)), [1]) as (figure, axes):
+    with figure_at(path, (5.6, 1.8 + 0.12 * len(medians)), [1]) as (figure, axes):
         _heat(figure, axes[0], np.array(medians), "head", "layer")
         axes[0].set_title("Median alpha")
 
@@ -76,7 +54,7 @@ def draw_horizon(path: str | Path, report: MemoryReport) -> None:
     Example: `draw_horizon("horizon.svg", report)`
     """
     numbers = np.arange(len(report.layers))
-    with _figure(path, (5.6, 3.6), [1]) as (_, axes):
+    with figure_at(path, (5.6, 3.6), [1]) as (_, axes):
         for n, layer in enumerate(report.layers):
             reach = [max(head.horizon.half, 0.1) for head in layer.heads]
             axes[0].plot([n] * len(reach), reach, ".", color=PALE, ms=4, zorder=1)
@@ -145,19 +123,3 @@ def _heat(
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.colorbar(mesh, ax=axes, fraction=0.05).outline.set_visible(False)
-
-
-@contextmanager
-def _figure(
-    path: str | Path, size: tuple[float, float], widths: Sequence[float]
-) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes side by side, saved to `path` at the end."""
-    # The figure class itself, so that no display and no global state is needed.
-    matplotlib = require("matplotlib", "plot", "the figures of a report")
-    figure_class = require("matplotlib.figure", "plot", "the figures of a report").Figure
-    with matplotlib.rc_context(STYLE):
-        figure = figure_class(figsize=size, layout="constrained")
-        grid = {"width_ratios": list(widths)}
-        yield figure, figure.subplots(1, len(widths), squeeze=False, gridspec_kw=grid)[0]
-        # Without its date, the same numbers give the same file.
-        figure.savefig(path, metadata={"Date": None})

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flash_frac.extras import require
+from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
 
-INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
-OURS, PALE, OTHER = "#00707c", "#6fc0c5", "#c06c54"
+SIZE = (5.6, 3.6)
 # One for each layer, from the first to the last.
-LAYERS = ("#6fc0c5", "#00707c", "#8d6a9f", "#c06c54", "#e09f3e")
-STYLE = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flash-frac",
-}
+LAYERS = (PALE, OURS, THIRD, OTHER, "#e09f3e")
 
 
 def draw_loss(
@@ -46,7 +25,7 @@ def draw_loss(
 
     Example: `draw_loss("loss.svg", [(10, 5.1), (20, 4.2)], [(20, 4.3)], 3.05)`
     """
-    with _axes(path) as axes:
+    with figure_at(path, SIZE) as (_, (axes,)):
         axes.plot(*zip(*training, strict=True), color=PALE, label="training")
         axes.plot(*zip(*validation, strict=True), "o-", color=OURS, ms=4, label="validation")
         _reference(axes, trigram, "trigram")
@@ -67,7 +46,7 @@ def draw_context(path: str | Path, bits: Mapping[int, float], trained: int, trig
     Example: `draw_context("context.svg", {256: 2.1, 1024: 2.0}, 256, 3.05)`
     """
     lengths = sorted(bits)
-    with _axes(path) as axes:
+    with figure_at(path, SIZE) as (_, (axes,)):
         axes.plot(lengths, [bits[n] for n in lengths], "o-", color=OURS, ms=5)
         for n in lengths:
             axes.annotate(
@@ -97,7 +76,7 @@ def draw_memory(path: str | Path, lags: np.ndarray, kernels: Sequence[np.ndarray
     Example: `draw_memory("memory.svg", lags, [layer_kernel(model, 0, lags, ids)])`
     """
     lags = np.asarray(lags, float)
-    with _axes(path) as axes:
+    with figure_at(path, SIZE) as (_, (axes,)):
         for number, heads in enumerate(kernels):
             colour = LAYERS[number % len(LAYERS)]
             lines = axes.plot(lags, np.transpose(heads), color=colour, lw=1, alpha=0.8)
@@ -129,17 +108,3 @@ def _reference(axes: Any, value: float, name: str) -> None:
         color=OTHER,
         ha="right",
     )
-
-
-@contextmanager
-def _axes(path: str | Path) -> Iterator[Any]:
-    """Axes to draw on, saved to `path` at the end."""
-    # The figure class itself, so that no display and no global state is needed.
-    matplotlib = require("matplotlib", "plot", "the quickstart's figures")
-    figure_class = require("matplotlib.figure", "plot", "the quickstart's figures").Figure
-    with matplotlib.rc_context(STYLE):
-        figure = figure_class(figsize=(5.6, 3.6), layout="constrained")
-        yield figure.add_subplot()
-        # Without its date, the same numbers give the same file.
-        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)

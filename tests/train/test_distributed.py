@@ -24,7 +24,7 @@ def run(processes, path, *arguments):
     command += ["--standalone", "-m", "flash_frac.cli", "train", str(path), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr
 
 
 def logged(folder, name="loss"):
@@ -41,13 +41,13 @@ def compare(write_recipe, tmp_path):
         size = "--per_device_train_batch_size"
         train(load_recipe(path, [size, str(whole), "--output_dir", str(one)]))
         run(processes, path, size, str(batch), *arguments, "--output_dir", str(many))
-        # Sums of float32 in another order; five steps later that is what the optimizer makes of it.
-        assert logged(many) == pytest.approx(logged(one), rel=2e-5) and len(logged(one)) == STEPS
-        for name in ("eval_loss", "eval_tokens"):
-            assert logged(many, name) == pytest.approx(logged(one, name), rel=2e-5)
+        # Sums of float32 in another order, over five steps: losses differ by 9e-8, weights by 2e-6.
+        assert logged(many) == pytest.approx(logged(one), rel=1e-6) and len(logged(one)) == STEPS
+        assert logged(many, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-6)
+        assert logged(many, "eval_tokens") == logged(one, "eval_tokens")
         weights = load_file(many / "final" / "model.safetensors")
         for name, value in load_file(one / "final" / "model.safetensors").items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=3e-5)
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=5e-6)
         return path, many
 
     return compare

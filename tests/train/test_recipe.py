@@ -81,11 +81,13 @@ def test_no_recipe(tmp_path):
         load_recipe(tmp_path / "broken.yaml")
 
 
-RECIPES = sorted(Path("recipes").glob("*.yaml")) + sorted(Path("experiments").glob("*/*.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), *sorted(ROOT.glob("experiments/*/*.yaml"))]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_committed_recipes_are_valid(path):
+def test_committed_recipes_are_valid(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     recipe = load_recipe(path, ["--use_cpu", "--bf16=false"])
     assert Path(recipe.model.config_name).exists()
     assert recipe.training.max_steps > 0
@@ -94,7 +96,7 @@ def test_committed_recipes_are_valid(path):
 @pytest.mark.parametrize(("name", "tokens"), [("frac-1.3b", 100e9), ("frac-390m", 30e9)])
 def test_the_papers_runs(name, tokens):
     """A million tokens a step, on 16 and on 8 GPUs, learning rate and decay as in the paper."""
-    recipe = load_recipe(f"recipes/{name}.yaml", ["--use_cpu", "--bf16=false"])
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", ["--use_cpu", "--bf16=false"])
     args = recipe.training
     gpus = 16 if name == "frac-1.3b" else 8
     sequences = gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps

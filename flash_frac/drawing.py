@@ -1,0 +1,52 @@
+"""How the figures of this package look, and how they are saved; matplotlib is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flash_frac.extras import require
+
+INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
+OURS, PALE, OTHER, THIRD = "#00707c", "#6fc0c5", "#c06c54", "#8d6a9f"
+STYLE = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flash-frac",
+}
+
+
+@contextmanager
+def figure_at(
+    path: str | Path, size: tuple[float, float], widths: Sequence[float] = (1,)
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes side by side, saved to `path` at the end.
+
+    Example: `with figure_at("a.svg", (5, 3)) as (_, (axes,)): axes.plot([1, 2])`
+    """
+    # The figure class itself, so that no display and no global state is needed.
+    matplotlib = require("matplotlib", "plot", "a figure")
+    figure_class = require("matplotlib.figure", "plot", "a figure").Figure
+    with matplotlib.rc_context(STYLE):
+        drawn = figure_class(figsize=size, layout="constrained")
+        grid = {"width_ratios": list(widths)}
+        yield drawn, drawn.subplots(1, len(widths), squeeze=False, gridspec_kw=grid)[0]
+        # Without its date, the same numbers give the same file.
+        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+        drawn.savefig(path, dpi=150, metadata=metadata)
