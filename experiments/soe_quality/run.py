@@ -1,0 +1,230 @@
+"""Errors of banks of M exponentials against fractional relaxation, by order α.
+
+    python -m experiments.soe_quality.run [--variants NAME ...] [--out FOLDER] [--smoke]
+
+For each variant below, number of modes M, window of s and order α, one row of results.csv has
+
+    error = max_s |E_α(-s^α) - Σ_m c_m exp(-s/τ_m)|
+
+on a logarithmic grid ten times finer than the one on which c was fitted. Rows that are in the
+file already are not computed again, and each is kept as soon as it is known. --smoke computes a
+few rows on a coarse grid, into a temporary folder unless --out names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flash_frac.ops.control import Prior, log_prior
+from flash_frac.provenance import git_commit, version_of
+from flash_frac.theory import (
+    PAPER_ALPHAS,
+    PAPER_WINDOW,
+    geometric_bank,
+    minimax_fit,
+    named_bank,
+    optimise_bank,
+    sup_error,
+)
+
+HERE = Path(__file__).parent
+KEY = ("variant", "modes", "window", "alpha")
+COLUMNS = (*KEY, "error", "seconds", "commit", "python", "numpy", "scipy", "torch")
+# W1 is the window of the paper; W2 has room on both sides.
+WINDOWS = {"W1": PAPER_WINDOW, "W2": (1e-2, 1e6)}
+# Ends of the geometric bank of 16 modes that serve the simplex best on each window: the least mean
+# error over the 90 orders on a grid of ends a quarter octave apart.
+BEST_RANGE = {"W1": (0.42, 1.76e5), "W2": (0.0025, 1.3e7)}
+
+Array = NDArray[np.float64]
+
+
+class Task(NamedTuple):
+    """What a variant is given: M, the order, the name of the window, the size of its grid."""
+
+    modes: int
+    alpha: float
+    window: str
+    num_points: int
+
+
+class Bank(NamedTuple):
+    """Timescales and coefficients, (M,) each."""
+
+    tau: Array
+    c: Array
+
+
+class Variant(NamedTuple):
+    """A way to choose a bank, the numbers of modes M it is tried with, and the windows."""
+
+    build: Callable[[Task], Bank]
+    modes: tuple[int, ...] = (16,)
+    windows: tuple[str, ...] = ("W1", "W2")
+
+
+def fitted(tau: Array, task: Task, constraint: str = "simplex") -> Bank:
+    """The best coefficients of a given bank, on the window of the task."""
+    window = WINDOWS[task.window]
+    fit = minimax_fit(
+        tau, task.alpha, window=window, constraint=constraint, num_points=task.num_points
+    )
+    return Bank(tau, fit.c)
+
+
+def free_nodes(task: Task) -> Bank:
+    """Timescales of their own for each order, by descent from the bank shared by all orders."""
+    found = optimise_bank(
+        task.modes,
+        window=WINDOWS[task.window],
+        alphas=[task.alpha],
+        start=named_bank(f"{task.window}_M{task.modes}_simplex"),
+        num_points=task.num_points // 2,
+    )
+    return fitted(found.tau, task)
+
+
+def with_prior(tau: Array, task: Task, prior: Prior) -> Bank:
+    """The weights that the layer starts from: the softmax of its prior, nothing fitted."""
+    alpha = torch.tensor(task.alpha, dtype=torch.float64)
+    log_tau = torch.from_numpy(np.log(tau))
+    return Bank(tau, log_prior(alpha, log_tau, prior).softmax(-1).numpy())
+
+
+VARIANTS = {
+    "paper": Variant(lambda task: fitted(geometric_bank(task.modes), task), modes=(8, 16, 32)),
+    "paper_sum_le_1": Variant(
+        lambda task: fitted(geometric_bank(task.modes), task, "sum_le_1"), modes=(8, 16, 32)
+    ),
+    "best_range": Variant(
+        lambda task: fitted(geometric_bank(task.modes, *BEST_RANGE[task.window]), task)
+    ),
+    "shared_W1": Variant(
+        lambda task: fitted(named_bank(f"W1_M{task.modes}_simplex"), task), modes=(8, 16)
+    ),
+    "shared_W1_sum_le_1": Variant(
+        lambda task: fitted(named_bank(f"W1_M{task.modes}_sum_le_1"), task, "sum_le_1")
+    ),
+    "shared_W2": Variant(lambda task: fitted(named_bank(f"W2_M{task.modes}_simplex"), task)),
+    "free_nodes": Variant(free_nodes),
+    "prior_asymptotic": Variant(
+        lambda task: with_prior(geometric_bank(task.modes), task, "asymptotic")
+    ),
+    "prior_exact": Variant(lambda task: with_prior(geometric_bank(task.modes), task, "exact")),
+    "prior_exact_W2": Variant(
+        lambda task: with_prior(named_bank(f"W2_M{task.modes}_simplex"), task, "exact")
+    ),
+}
+
+
+def key_of(variant: str, task: Task) -> tuple[str, ...]:
+    """What names a row, as the CSV spells it."""
+    return (variant, str(task.modes), task.window, f"{task.alpha:.2f}")
+
+
+def tasks(names: Sequence[str], alphas: Sequence[float], num_points: int) -> Iterator:
+    """(name, Task) of every row of the given variants."""
+    for name in names:
+        for window in VARIANTS[name].windows:
+            for modes in VARIANTS[name].modes:
+                for alpha in alphas:
+                    yield name, Task(modes, float(alpha), window, num_points)
+
+
+def measure(variant: str, task: Task) -> dict[str, str]:
+    """The row of one task."""
+    start = time.perf_counter()
+    bank = VARIANTS[variant].build(task)
+    seconds = time.perf_counter() - start
+    low, high = WINDOWS[task.window]
+    error = sup_error(np.geomspace(low, high, 10 * task.num_points + 1), *bank, task.alpha)
+    values = (*key_of(variant, task), f"{error:.6e}", f"{seconds:.2f}")
+    return dict(zip(COLUMNS, values, strict=False))
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a results file; none if it is not there yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(
+                f"{path} must have the columns {', '.join(COLUMNS)}; delete it or choose another "
+                "folder with --out"
+            )
+        return list(reader)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """All rows of the file, in the order of VARIANTS; there whole or not at all."""
+    order = {name: place for place, name in enumerate(VARIANTS)}
+    ordered = sorted(
+        rows, key=lambda r: (order[r["variant"]], r["window"], int(r["modes"]), r["alpha"])
+    )
+    draft = path.with_suffix(".draft")
+    with draft.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(ordered)
+    draft.replace(path)
+
+
+def summary(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    """For each variant, window and M: the mean and the largest error over the orders."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row["variant"], row["window"], row["modes"]), []).append(
+            float(row["error"])
+        )
+    for (variant, window, modes), errors in groups.items():
+        yield (
+            f"{variant:20} {window} M {modes:>2}  mean {np.mean(errors):.3e}"
+            f"  max {np.max(errors):.3e}  over {len(errors)} orders"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
+    parser.add_argument("--smoke", action="store_true", help="three orders on a coarse grid")
+    parser.add_argument("--commit", help="what to record where there is no git")
+    options = parser.parse_args(arguments)
+    out = options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.csv"
+    # Before the first row is written: from then on the tree differs from its commit.
+    made_with = {
+        "commit": options.commit or git_commit() or "unknown",
+        "python": platform.python_version(),
+        **{name: version_of(name) or "" for name in ("numpy", "scipy", "torch")},
+    }
+    rows = read_rows(path)
+    done = {tuple(row[name] for name in KEY) for row in rows}
+    alphas, num_points = ((0.1, 0.5, 0.9), 200) if options.smoke else (PAPER_ALPHAS, 2000)
+    todo = [
+        (name, task)
+        for name, task in tasks(options.variants, alphas, num_points)
+        if key_of(name, task) not in done
+    ]
+    print(f"{len(todo)} rows to compute, {len(rows)} in {path}", flush=True)
+    for name, task in todo:
+        rows.append(measure(name, task) | made_with)
+        write_rows(path, rows)
+    print("\n".join(summary(read_rows(path))))
+
+
+if __name__ == "__main__":
+    main()
