@@ -54,6 +54,7 @@ class FracMixer(nn.Module):
         conv_kernel: K, taps of the convolution; conv_bias: whether it has a bias.
         use_D: whether there is a direct term D u.
         read_init: p_read at the start; write_init: sigmoid(p_write) at the start.
+        dt_init: delta at the start, where a token's own part of it is zero; softplus(0) if None.
         gate_bias: constant added to the gate.
         norm_eps: of the gated norm.
         initializer_range: standard deviation of the projections' weights at the start.
@@ -92,6 +93,7 @@ class FracMixer(nn.Module):
         use_D: bool = True,
         read_init: float = -2.0,
         write_init: float = 0.25,
+        dt_init: float | None = None,
         gate_bias: float = 0.0,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
@@ -111,6 +113,11 @@ class FracMixer(nn.Module):
         if not 0 < write_init < 1:
             raise ValueError(f"write_init must be in (0, 1), got {write_init}")
         self.settings = settings or ControlSettings()
+        if dt_init is not None and not self.settings.dt_min <= dt_init <= self.settings.dt_max:
+            raise ValueError(
+                f"dt_init must be None or in [dt_min, dt_max] = [{self.settings.dt_min}, "
+                f"{self.settings.dt_max}], got {dt_init}"
+            )
         if learned_timescales and self.settings.prior == "exact":
             raise ValueError(
                 "learned_timescales cannot be combined with the exact prior, whose bins need "
@@ -127,6 +134,8 @@ class FracMixer(nn.Module):
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.num_modes, self.conv_kernel = num_modes, conv_kernel
         self.read_init, self.write_init = read_init, write_init
+        # The inverse of softplus.
+        self.dt_bias_init = 0.0 if dt_init is None else math.log(math.expm1(dt_init))
         self.initializer_range, self.backend = initializer_range, backend
         self.context_group: ProcessGroup | None = None
 
@@ -159,7 +168,7 @@ class FracMixer(nn.Module):
         write_logit = math.log(self.write_init / (1 - self.write_init))
         return {
             "base_log_tau": log_tau,
-            "dt_bias": torch.zeros(self.num_heads, dtype=dtype),
+            "dt_bias": torch.full((self.num_heads,), self.dt_bias_init, dtype=dtype),
             "read_residual_logit": torch.full((1,), self.read_init, dtype=dtype),
             "write_residual_scale": torch.full((1,), write_logit, dtype=dtype),
             "D": torch.zeros(self.num_heads, self.head_dim, dtype=dtype),

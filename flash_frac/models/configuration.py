@@ -41,6 +41,7 @@ class FracConfig(PreTrainedConfig):
         frac_lambda_map, frac_rho_eps: of `flash_frac.ops.ControlSettings`.
         frac_tau_min, frac_tau_max: ends of the geometric bank.
         frac_residual_read_init: p_read at the start; frac_write_scale_init: sigmoid(p_write).
+        frac_dt_init: delta at the start; softplus(0) if None.
         frac_gate_bias_init: constant added to the gate.
         frac_chunk_size: kept for the published checkpoints; results do not depend on it.
         frac_bank: "geometric", the name of an optimised bank, or M increasing timescales.
@@ -95,6 +96,7 @@ class FracConfig(PreTrainedConfig):
     frac_tau_max: float = 65536.0
     frac_residual_read_init: float = -2.0
     frac_write_scale_init: float = 0.25
+    frac_dt_init: float | None = None
     frac_gate_bias_init: float = 0.0
     frac_chunk_size: int = 32
     frac_bank: str | list[float] = "geometric"
@@ -143,6 +145,13 @@ class FracConfig(PreTrainedConfig):
         if not 0 < self.frac_write_scale_init < 1:
             raise ValueError(
                 f"frac_write_scale_init must be in (0, 1), got {self.frac_write_scale_init}"
+            )
+        if self.frac_dt_init is not None and not (
+            self.frac_dt_min <= self.frac_dt_init <= self.frac_dt_max
+        ):
+            raise ValueError(
+                f"frac_dt_init must be None or in [frac_dt_min, frac_dt_max] = "
+                f"[{self.frac_dt_min}, {self.frac_dt_max}], got {self.frac_dt_init}"
             )
         if self.frac_learned_timescales and self.frac_prior == "exact":
             raise ValueError(

@@ -51,6 +51,7 @@ def mixer_from_config(config: FracConfig) -> FracMixer:
         use_D=config.frac_use_D,
         read_init=config.frac_residual_read_init,
         write_init=config.frac_write_scale_init,
+        dt_init=config.frac_dt_init,
         gate_bias=config.frac_gate_bias_init,
         norm_eps=config.rms_norm_eps,
         initializer_range=config.initializer_range,

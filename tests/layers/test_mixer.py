@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from flash_frac.layers import TIME_PARAMETERS, FracMixer, MixerState
-from flash_frac.ops import ControlSettings
+from flash_frac.ops import ControlSettings, dynamics
 
 E, H, D, M, K = 12, 3, 5, 8, 4
 
@@ -224,6 +224,14 @@ def test_state_operations():
         MixerState.cat([])
 
 
+def test_delta_starts_at_dt_init():
+    settings = ControlSettings(dt_min=1e-7)
+    mixer = FracMixer(E, num_heads=H, head_dim=D, settings=settings, dt_init=3e-6)
+    logits = mixer.dyn_proj(torch.zeros(1, H * D)).view(3, H)
+    delta = dynamics(logits[0] + mixer.dt_bias, logits[1], logits[2], settings).delta
+    torch.testing.assert_close(delta, torch.full((H,), 3e-6), rtol=1e-6, atol=0)
+
+
 def test_errors_name_the_argument():
     mixer, x = make_mixer(torch.float32), torch.randn(2, 6, E)
     with pytest.raises(ValueError, match=r"x must have shape \(B, T, 12\), got \(2, 6, 3\)"):
@@ -239,6 +247,7 @@ def test_errors_name_the_argument():
     for wrong, match in (
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"write_init": 1.0}, r"write_init must be in \(0, 1\)"),
+        ({"dt_init": 1e-5}, r"dt_init must be None or in \[dt_min, dt_max\]"),
         ({"tau_min": 4.0, "tau_max": 2.0}, "tau_max must be > tau_min"),
         ({"bank": "nope"}, "nope"),
         ({"bank": [1.0, 2.0]}, "16"),
