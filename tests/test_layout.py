@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 # Packages from the ground up; each may import what stands before it.
 LAYERS = [
-    *("extras", "provenance", "drawing", "theory", "ops", "layers", "models", "sampling"),
-    *("generation", "stream", "terminal", "inspect", "doctor", "data", "evals", "train"),
-    *("quickstart", "cli"),
+    *("extras", "provenance", "drawing", "theory", "ops", "layers", "baselines", "models"),
+    *("sampling", "generation", "stream", "terminal", "inspect", "doctor", "data", "evals"),
+    *("train", "quickstart", "cli"),
 ]
 
 

@@ -1,0 +1,54 @@
+"""The mixers that Frac is compared with, in plain torch and with the interface of `FracMixer`.
+
+y, state = mixer(x)                     a sequence from its beginning
+y, state = mixer(x, state=state)        its continuation, in pieces of any length
+state    = absorb(mixer, x, state)      the state alone, at less cost
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from flash_frac.baselines.attention import Attention, AttentionState
+from flash_frac.baselines.gated_deltanet import GatedDeltaNet
+from flash_frac.baselines.mamba2 import Mamba2
+from flash_frac.layers import FracMixer
+
+MIXERS: dict[str, type[nn.Module]] = {
+    "frac": FracMixer,
+    "attention": Attention,
+    "mamba2": Mamba2,
+    "gated_deltanet": GatedDeltaNet,
+}
+
+
+def make_mixer(
+    name: str, hidden_size: int, *, num_heads: int, head_dim: int, **options: Any
+) -> nn.Module:
+    """A mixer by its name in `MIXERS`; `options` are those of its class.
+
+    Example:
+        >>> mixer = make_mixer("mamba2", 160, num_heads=8, head_dim=40, state_size=64)
+    """
+    if name not in MIXERS:
+        raise ValueError(f"name must be one of {', '.join(MIXERS)}, got {name!r}")
+    return MIXERS[name](hidden_size, num_heads=num_heads, head_dim=head_dim, **options)
+
+
+def absorb(mixer: nn.Module, x: Tensor, state: Any = None) -> Any:
+    """The state of a mixer after x (B, T, E), by the cheapest way that the mixer has."""
+    method = getattr(mixer, "absorb", None)
+    return mixer(x, state=state)[1] if method is None else method(x, state=state)
+
+
+__all__ = [
+    "MIXERS",
+    "Attention",
+    "AttentionState",
+    "GatedDeltaNet",
+    "Mamba2",
+    "absorb",
+    "make_mixer",
+]

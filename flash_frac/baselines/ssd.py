@@ -1,0 +1,95 @@
+"""Linear recurrences with a scalar decay per head, by matrix products over chunks of time.
+
+    S[t] = exp(log_decay[t]) S[t - 1] + k[t] v[t]^T        y[t] = S[t]^T q[t]
+
+Heads come in G groups of R that share q and k: all heads in one group (Mamba2, G = 1), or each its
+own group (Mamba3, R = 1). Within a chunk, y is a masked product of scores; between chunks, the
+states are passed on in a loop, one fused multiply-add a chunk.
+
+Letters: B batch, T time, G groups, R heads of a group, N state size, D head channels, C chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_CHUNK = 64
+
+
+def chunk_length(num_tokens: int) -> int:
+    """C: a power of two, 64 for all but short sequences."""
+    return min(MAX_CHUNK, 1 << (num_tokens - 1).bit_length())
+
+
+def split_chunks(x: Tensor, *, dim: int, chunk: int) -> Tensor:
+    """Axis `dim` of T tokens as two axes (chunks, C), padded with zeros at the end."""
+    missing = -x.shape[dim] % chunk
+    if missing:
+        x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
+    return x.unflatten(dim, (-1, chunk))
+
+
+def ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    state: Tensor | None = None,
+    diagonal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and last state of the recurrence above.
+
+    Args:
+        q, k: (B, G, T, N), float32 or float64, as all the others.
+        v: (B, G, T, R, D).
+        log_decay: (B, G, T, R), at most 0.
+        state: (B, G, N, R, D) before the first token; zeros if None.
+        diagonal: whether y[t] holds the term of token t itself, (q[t] . k[t]) v[t].
+
+    Returns:
+        y (B, G, T, R, D) and the state after the last token.
+    """
+    num_tokens = q.shape[2]
+    chunk = chunk_length(num_tokens)
+    q, k, v, log_decay = (split_chunks(x, dim=2, chunk=chunk) for x in (q, k, v, log_decay))
+    since_start = log_decay.cumsum(3)
+    inner = _within_chunks(q, k, v, since_start, diagonal=diagonal)
+    to_end = (since_start[:, :, :, -1:] - since_start).exp()
+    added = (k.mT @ (v * to_end[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
+    kept = since_start[:, :, :, -1].exp()[:, :, :, None, :, None]
+    if state is None:
+        state = torch.zeros_like(added[:, :, 0])
+    before = []
+    for kept_i, added_i in zip(kept.unbind(2), added.unbind(2), strict=True):
+        before.append(state)
+        state = torch.addcmul(added_i, state, kept_i)
+    carried = (q @ torch.stack(before, 2).flatten(-2)).unflatten(-1, v.shape[-2:])
+    y = torch.addcmul(inner, carried, since_start.exp()[..., None])
+    return y.flatten(2, 3)[:, :, :num_tokens], state
+
+
+def _within_chunks(
+    q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, *, diagonal: bool
+) -> Tensor:
+    """What tokens of the same chunk give: (B, G, chunks, C, R, D)."""
+    log = since_start.mT
+    ones = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device)
+    hidden = ones.triu(1 if diagonal else 0)
+    # Masked before the exponential: after it, inf * 0 would be NaN in the gradient.
+    decay = (log[..., :, None] - log[..., None, :]).masked_fill(hidden, -torch.inf).exp()
+    scores = (q @ k.mT)[..., None, :, :] * decay
+    return (scores @ v.transpose(-3, -2)).transpose(-3, -2)
+
+
+def ssd_state(k: Tensor, v: Tensor, log_decay: Tensor, *, state: Tensor | None = None) -> Tensor:
+    """The last state of `ssd`, by one product over time; arguments as there."""
+    # Summed from the end, where the weights are large, so that they are exact where they matter.
+    to_end = log_decay.flip(2).cumsum(2).flip(2)
+    weight = F.pad(to_end[:, :, 1:], (0, 0, 0, 1)).exp()
+    added = (k.mT @ (v * weight[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
+    if state is None:
+        return added
+    return torch.addcmul(added, state, to_end[:, :, 0].exp()[:, :, None, :, None])

@@ -1,0 +1,100 @@
+"""Against maintained implementations that run on a CPU."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flash_frac.baselines import Attention, Mamba2
+from flash_frac.baselines.delta_rule import gated_delta_rule, unit_triangular_inverse
+
+# Two float32 computations of the same thing, a few hundred roundings apart.
+FLOAT32 = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def torch_path_of(package):
+    """Skips where transformers would hand CPU tensors to the kernels of a package instead."""
+    present = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(present, reason=f"{package} takes the place of torch here")
+
+
+@torch_path_of("mamba_ssm")
+def test_mamba2_of_transformers():
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    config = Mamba2Config(
+        hidden_size=32, num_heads=4, head_dim=16, state_size=24, n_groups=1, expand=2,
+        conv_kernel=4, chunk_size=32, num_hidden_layers=1, layer_norm_epsilon=1e-5,
+    )  # fmt: skip
+    theirs = Mamba2Mixer(config, layer_idx=0).eval()
+    ours = Mamba2(32, num_heads=4, head_dim=16, state_size=24)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 150, 32)
+    assert_close(ours(x)[0], theirs(x), **FLOAT32)
+
+
+def delta_rule_inputs(num_tokens=150):
+    q, k = torch.randn(2, 2, num_tokens, 3, 8)
+    q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    v, beta = torch.randn(2, num_tokens, 3, 16), torch.rand(2, num_tokens, 3)
+    return q, k, v, beta, -torch.rand(2, num_tokens, 3), torch.randn(2, 3, 8, 16)
+
+
+@torch_path_of("fla")
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_delta_rule_of_transformers(form):
+    from transformers.models.qwen3_next import modeling_qwen3_next as peer
+
+    q, k, v, beta, log_decay, state = delta_rule_inputs()
+    rule = getattr(peer, f"torch_{form}_gated_delta_rule")
+    expected = rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)
+    actual = gated_delta_rule(q * 8**-0.5, k, v, beta, log_decay, state=state)
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, **FLOAT32)
+
+
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_delta_rule_of_fla(form):
+    peer = pytest.importorskip("fla.ops.gated_delta_rule.naive", exc_type=ImportError)
+    q, k, v, beta, log_decay, state = delta_rule_inputs()
+    rule = getattr(peer, f"naive_{form}_gated_delta_rule")
+    expected = rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)
+    actual = gated_delta_rule(q * 8**-0.5, k, v, beta, log_decay, state=state)
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, **FLOAT32)
+
+
+def test_attention_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
+        attention_bias=True, rope_theta=1e4, attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = LlamaAttention(config, layer_idx=0).eval()
+    ours = Attention(32, num_heads=4, head_dim=8, bias=True)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 150, 32)
+    positions = LlamaRotaryEmbedding(config)(x, torch.arange(150)[None])
+    assert_close(ours(x)[0], theirs(x, positions, None)[0], **FLOAT32)
+
+
+@pytest.mark.parametrize("case", ["random", "equal keys", "alternating keys"])
+def test_inverse_is_that_of_linear_algebra(case):
+    """Equal keys with beta 1 fill the triangle with ones, where powers of it reach 1e17."""
+    if case == "random":
+        below = torch.randn(3, 64, 64) / 8
+    else:
+        sign = 1.0 if case == "equal keys" else -1.0
+        below = torch.ones(3, 64, 64) * sign ** torch.arange(64)
+    exact = torch.linalg.inv(below.double().tril(-1) + torch.eye(64, dtype=torch.float64))
+    error = (unit_triangular_inverse(below) - exact).abs().max()
+    assert error <= 1e-6 * exact.abs().max()
+
+
+def test_inverse_has_its_gradient():
+    below = torch.randn(2, 8, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(unit_triangular_inverse, below)

@@ -1,0 +1,84 @@
+"""Names, sizes and imports of the package."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from flash_frac.baselines import MIXERS, Mamba2, absorb, make_mixer
+
+
+def count(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def classifier(mixer, width, *, feed_forward=False):
+    """Around a mixer: 4 tokens, a norm before each part and one at the end, 2 classes."""
+    parts = [nn.Embedding(4, width), nn.LayerNorm(width), mixer]
+    if feed_forward:
+        wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        parts += [nn.LayerNorm(width), wide]
+    return nn.ModuleList([*parts, nn.LayerNorm(width), nn.Linear(width, 2)])
+
+
+@pytest.mark.parametrize(
+    "name, width, head_dim, options, alone, whole",
+    [
+        ("attention", 128, 16, {"bias": True}, 66_048, 199_298),
+        ("mamba2", 160, 40, {}, 199_064, 200_666),
+        ("gated_deltanet", 96, 32, {"expand_v": 2}, 202_320, 203_282),
+    ],
+)
+def test_sizes_of_the_paper(name, width, head_dim, options, alone, whole):
+    """The three sizes that the paper gives to four digits: 199.3K, 200.7K and 203.3K."""
+    mixer = make_mixer(name, width, num_heads=8, head_dim=head_dim, **options)
+    assert count(mixer) == alone
+    assert count(classifier(mixer, width, feed_forward=name == "attention")) == whole
+
+
+def test_a_name_makes_its_class():
+    for name, kind in MIXERS.items():
+        assert type(make_mixer(name, 8, num_heads=2, head_dim=4)) is kind
+    mixer = make_mixer("mamba2", 8, num_heads=2, head_dim=4, state_size=3)
+    assert isinstance(mixer, Mamba2)
+    assert mixer.state_size == 3
+
+
+def test_an_unknown_name_is_answered_with_the_choices():
+    with pytest.raises(ValueError, match=r"name must be one of frac, attention, .*, got 'mamba'"):
+        make_mixer("mamba", 8, num_heads=2, head_dim=4)
+    with pytest.raises(TypeError, match="nonsense"):
+        make_mixer("mamba2", 8, num_heads=2, head_dim=4, nonsense=1)
+    with pytest.raises(ValueError, match=r"expand_v times head_dim \(4\) must be a whole number"):
+        make_mixer("gated_deltanet", 8, num_heads=2, head_dim=4, expand_v=1.1)
+    with pytest.raises(ValueError, match=r"head_dim must be even with rope, got 3"):
+        make_mixer("attention", 8, num_heads=2, head_dim=3)
+
+
+def test_frac_absorbs_by_its_forward():
+    mixer = make_mixer("frac", 8, num_heads=2, head_dim=4)
+    x = torch.randn(2, 7, 8)
+    assert torch.equal(absorb(mixer, x).recurrent, mixer(x)[1].recurrent)
+
+
+def test_time_starts_in_the_published_ranges():
+    for name in ("mamba2", "gated_deltanet"):
+        mixer = make_mixer(name, 8, num_heads=1000, head_dim=2)
+        dt = nn.functional.softplus(mixer.dt_bias)
+        assert 1e-3 <= dt.min() < 1.1e-3
+        assert 0.09 < dt.max() <= 0.1001
+        assert dt.log().std().item() == pytest.approx(4.605 / 12**0.5, rel=0.1)
+        rate = mixer.A_log.exp()
+        assert (1 if name == "mamba2" else 0) <= rate.min() < 1.2
+        assert 15.8 < rate.max() <= 16.001
+
+
+def test_needs_torch_alone():
+    code = (
+        "import sys, flash_frac.baselines\n"
+        "print({'transformers', 'triton', 'einops', 'scipy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
