@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from flash_frac.baselines.attention import Attention, AttentionState
 from flash_frac.baselines.gated_deltanet import GatedDeltaNet
 from flash_frac.baselines.mamba2 import Mamba2
+from flash_frac.baselines.mamba3 import Mamba3, Mamba3State
 from flash_frac.layers import FracMixer
 
 MIXERS: dict[str, type[nn.Module]] = {
     "frac": FracMixer,
     "attention": Attention,
     "mamba2": Mamba2,
+    "mamba3": Mamba3,
     "gated_deltanet": GatedDeltaNet,
 }
 
@@ -49,6 +51,8 @@ __all__ = [
     "AttentionState",
     "GatedDeltaNet",
     "Mamba2",
+    "Mamba3",
+    "Mamba3State",
     "absorb",
     "make_mixer",
 ]

@@ -32,6 +32,37 @@ def mamba2(layer, x):
     return layer.out_proj(y), [state]
 
 
+def mamba3(layer, x):
+    sizes = [layer.inner_size, *layer.sizes]
+    z, u, b, c, dt, rate, trap, angle = layer.in_proj(x).split(sizes, -1)
+    u = u.unflatten(-1, (layer.num_heads, -1))
+    dt, trap = F.softplus(dt + layer.dt_bias), trap.sigmoid()
+    decay = torch.exp(-dt * torch.where(rate > 0, 1 + rate, 1 / (1 - rate)).clamp_min(1e-4))
+    keys = normed(b, layer.B_norm.eps) * layer.B_norm.weight
+    queries = normed(c, layer.C_norm.eps) * layer.C_norm.weight
+    state, theta, held, ys = 0, 0, 0, []
+    for t in range(x.shape[1]):
+        theta = theta + torch.pi * angle[:, t, None].tanh() * dt[:, t, :, None]
+        k = turned_pairs(keys[:, t, None] + layer.B_bias[:, 0], theta)
+        q = turned_pairs(queries[:, t, None] + layer.C_bias[:, 0], theta)
+        now, last = (dt * trap)[:, t, :, None, None], (dt * (1 - trap))[:, t, :, None, None]
+        past = decay[:, t, :, None, None] * (state + last * held)
+        held = k[..., None] * u[:, t, :, None]
+        state = past + now * held
+        ys.append(torch.einsum("bhn,bhnd->bhd", q, state))
+    y = torch.stack(ys, 1) + layer.D[:, None] * u
+    return layer.out_proj(y.flatten(-2) * F.silu(z)), [state, theta % (2 * torch.pi), k, u[:, -1]]
+
+
+def turned_pairs(x, theta):
+    """Neighbouring channels turned by theta, the rest as they are."""
+    num = 2 * theta.shape[-1]
+    a, b = x[..., 0:num:2], x[..., 1:num:2]
+    cos, sin = theta.cos(), theta.sin()
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return torch.cat([turned, x[..., num:]], -1)
+
+
 def delta_rule(q, k, v, beta, log_decay):
     state, ys = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None]), []
     for t in range(q.shape[1]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flash_frac.baselines import Attention, Mamba2
+from flash_frac.baselines import Attention, Mamba2, make_mixer
 from flash_frac.baselines.delta_rule import gated_delta_rule, unit_triangular_inverse
 
 # Two float32 computations of the same thing, a few hundred roundings apart.
@@ -80,6 +80,35 @@ def test_attention_of_transformers():
     x = torch.randn(2, 150, 32)
     positions = LlamaRotaryEmbedding(config)(x, torch.arange(150)[None])
     assert_close(ours(x)[0], theirs(x, positions, None)[0], **FLOAT32)
+
+
+PEERS = {
+    "mamba2": ("mamba_ssm.modules.mamba2", "Mamba2", {"d_model": 16, "headdim": 2, "d_state": 32}),
+    "mamba3": ("mamba_ssm.modules.mamba3", "Mamba3", {"d_model": 16, "headdim": 2, "d_state": 32}),
+    "gated_deltanet": (
+        "fla.layers.gated_deltanet",
+        "GatedDeltaNet",
+        {"hidden_size": 16, "num_heads": 16, "head_dim": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_parameters_are_the_published_ones(name):
+    """Names, shapes, and at the start the same mean and spread over 64 layers."""
+    module, kind, sizes = PEERS[name]
+    peer = getattr(pytest.importorskip(module, exc_type=ImportError), kind)
+    options = {} if name == "gated_deltanet" else {"state_size": 32}
+    ours = [make_mixer(name, 16, num_heads=16, head_dim=2, **options) for _ in range(64)]
+    theirs = [peer(**sizes) for _ in range(64)]
+    shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (ours[0], theirs[0])]
+    assert shapes[0] == shapes[1]
+    for key in shapes[0]:
+        a, b = (torch.stack([m.state_dict()[key] for m in ms]) for ms in (ours, theirs))
+        spread = b.std().item()
+        assert a.std().item() == pytest.approx(spread, rel=0.15, abs=1e-7)
+        # Five standard errors of the difference of two means.
+        assert (a.mean() - b.mean()).abs() <= 5 * (2 / b.numel()) ** 0.5 * spread + 1e-7
 
 
 @pytest.mark.parametrize("case", ["random", "equal keys", "alternating keys"])

@@ -13,6 +13,8 @@ CASES = {
     "attention": {},
     "attention-no-rope": {"rope": False, "bias": True},
     "mamba2": {"state_size": 5},
+    "mamba3": {"state_size": 8},
+    "mamba3-all-turn": {"state_size": 6, "rope_fraction": 1.0},
     "gated_deltanet": {},
     "gated_deltanet-narrow": {"expand_v": 1.0},
 }
