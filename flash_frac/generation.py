@@ -2,7 +2,8 @@
 
 The state of a Frac model has a fixed size, so that a token costs the same kernels at the same
 addresses whatever came before. They are recorded once and replayed, and the chosen token goes from
-one replay to the next without the host. On a CPU the same calls run one by one.
+one replay to the next without the host. On a CPU the same calls run one by one, and so they do for
+hybrid models, whose keys and values grow with every token.
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
@@ -226,6 +227,7 @@ class _Session:
         weight = model.lm_head.weight
         self.model, self.batch, self.place = model, batch, (weight.data_ptr(), weight.dtype)
         self.device = weight.device
+        self.records = self.device.type == "cuda" and not model.config.attention_layers
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.logits = weight.new_zeros(batch, weight.shape[0], dtype=torch.float32)
         self.ended = torch.zeros(batch, 1, dtype=torch.bool, device=self.device)
@@ -237,7 +239,7 @@ class _Session:
         self.seen_tokens = torch.zeros_like(self.logits, dtype=torch.bool)
         self.graphs: dict[Any, Any] = {}
         self.seen: set[Any] = set()
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.pool = torch.cuda.graph_pool_handle() if self.records else None
         self.cache = FracCache(model.config)
         # Makes the tensors of the cache.
         self.model.model(self.token, past_key_values=self.cache, use_cache=True)
@@ -249,6 +251,7 @@ class _Session:
     def reset(self) -> None:
         """An empty state is one of zeros, in the recurrence as in the convolution's window."""
         torch._foreach_zero_(self.cache.tensors())  # pyright: ignore[reportPrivateImportUsage]
+        self.cache.forget()
         self.turn += 1
 
     def read(self, ids: Tensor, mask: Tensor | None) -> None:
@@ -257,7 +260,7 @@ class _Session:
         inputs = [x.to(self.device) for x in (ids, mask) if x is not None]
         # Recording costs about as much as running: not for a length that never comes back.
         short = ids.shape[1] <= LONGEST_RECORDED
-        if self.device.type == "cuda" and short and key in self.seen:
+        if self.records and short and key in self.seen:
             self._replay(key, self._forward, inputs)
         else:
             self._forward(*inputs)
@@ -301,7 +304,7 @@ class _Session:
 
     def advance(self) -> None:
         """One more token."""
-        if self.device.type == "cuda":
+        if self.records:
             self._replay("step", self._step, [])
         else:
             self._step()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Qwen3Config
 
 from flash_frac.ops import ControlSettings
 from flash_frac.theory.banks import resolve_bank
@@ -56,9 +56,20 @@ class FracConfig(PreTrainedConfig):
         frac_beta: "exact_zoh" for (1 - rho) / lambda instead of "one_minus_rho".
     "Pure multiscale bank" is frac_alpha_fixed=1, both priors False and frac_learned_timescales.
 
+    Hybrid models, in which some layers are those of a transformer:
+        attention_layers: numbers of the layers, from 0, that are Qwen3's attention and MLP instead
+            of a Frac block; None for none.
+        attention_head_dim: channels of an attention head; hidden_size / num_attention_heads if
+            None. There are num_attention_heads of them.
+        attention_key_value_heads: heads of keys and values; num_attention_heads if None.
+        attention_intermediate_size: of the MLP; 3 hidden_size if None, as in Qwen3-0.6B and 1.7B.
+        attention_rope_parameters: as `rope_parameters` of Qwen3Config; a rope_theta of 1e6 if None.
+        attention_bias, attention_dropout: as in Qwen3Config.
+
     Example:
         >>> config = FracConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
         >>> model = FracForCausalLM(config)
+        >>> hybrid = FracConfig(num_hidden_layers=12, attention_layers=[5, 11])
     """
 
     model_type = "frac"
@@ -108,6 +119,13 @@ class FracConfig(PreTrainedConfig):
     frac_learned_timescales: bool = False
     frac_use_D: bool = True
     frac_beta: str = ControlSettings.beta
+    attention_layers: list[int] | None = None
+    attention_head_dim: int | None = None
+    attention_key_value_heads: int | None = None
+    attention_intermediate_size: int | None = None
+    attention_rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         unknown = sorted(key for key in kwargs if key.startswith("frac_"))
@@ -122,6 +140,8 @@ class FracConfig(PreTrainedConfig):
         if self.frac_head_dim is None:
             self.frac_head_dim = self.intermediate_size // self.num_attention_heads
         self._check()
+        if self.attention_layers is not None:
+            self._check_attention()
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
@@ -182,7 +202,76 @@ class FracConfig(PreTrainedConfig):
             beta=self.frac_beta,  # pyright: ignore[reportArgumentType]
         )
 
+    def _check_attention(self) -> None:
+        layers, count = self.attention_layers, self.num_hidden_layers
+        whole = isinstance(layers, list | tuple | range) and all(_is_whole(n) for n in layers)
+        if not whole or len(set(layers)) != len(layers) or not all(0 <= n < count for n in layers):  # pyright: ignore
+            raise ValueError(
+                "attention_layers must be a list of different whole numbers from 0 to "
+                f"{count - 1}, the layers of the model, got {layers!r}"
+            )
+        assert layers is not None
+        if len(layers) == count:
+            raise ValueError(
+                f"attention_layers must leave a Frac layer, got all {count}; for a transformer "
+                "without Frac layers, use transformers.Qwen3Config"
+            )
+        self.attention_layers = sorted(layers)
+        heads = self.num_attention_heads
+        for name in (
+            "attention_head_dim",
+            "attention_key_value_heads",
+            "attention_intermediate_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and not (_is_whole(value) and value > 0):
+                raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
+        if self.attention_head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"attention_head_dim must be given, because hidden_size ({self.hidden_size}) is no "
+                f"multiple of num_attention_heads ({heads})"
+            )
+        if (self.attention_head_dim or self.hidden_size // heads) % 2:
+            raise ValueError(
+                "attention_head_dim must be even, for rotary positions, got "
+                f"{self.attention_head_dim or self.hidden_size // heads}"
+            )
+        if heads % (self.attention_key_value_heads or heads):
+            raise ValueError(
+                f"attention_key_value_heads must divide num_attention_heads ({heads}), got "
+                f"{self.attention_key_value_heads}"
+            )
+
+    def attention_config(self) -> Qwen3Config:
+        """The configuration of the attention layers, for Hugging Face's classes."""
+        heads, rope = self.num_attention_heads, self.attention_rope_parameters
+        return Qwen3Config(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.attention_intermediate_size or 3 * self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.attention_key_value_heads or heads,
+            head_dim=self.attention_head_dim or self.hidden_size // heads,
+            hidden_act=self.hidden_act,
+            max_position_embeddings=self.max_position_embeddings,
+            initializer_range=self.initializer_range,
+            rms_norm_eps=self.rms_norm_eps,
+            # A copy, because Qwen3Config writes its defaults into it.
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6} | (rope or {}),
+            attention_bias=self.attention_bias,
+            attention_dropout=self.attention_dropout,
+        )
+
     @property
     def layer_types(self) -> list[str]:
-        """Every layer keeps a state of fixed size, which Hugging Face calls linear attention."""
-        return ["linear_attention"] * self.num_hidden_layers
+        """By Hugging Face's names; a Frac state has a fixed size, as that of linear attention."""
+        attention = self.attention_layers or []
+        return [
+            "full_attention" if n in attention else "linear_attention"
+            for n in range(self.num_hidden_layers)
+        ]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,6 +1,7 @@
 """Frac as a Hugging Face model: FracModel, FracForCausalLM, FracForSequenceClassification.
 
-A block is x + mixer(RMSNorm(x)), without an MLP; after the last one comes a norm.
+A block is x + mixer(RMSNorm(x)), without an MLP; after the last one comes a norm. In hybrid models,
+`config.attention_layers` are blocks of a transformer, see `flash_frac.models.attention`.
 Letters: B batch, T time, E width, V vocabulary, N sequences (B, or those packed in a row).
 """
 
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from flash_frac.layers import TIME_PARAMETERS, FracMixer, RMSNorm
 from flash_frac.layers.decode import step_in_place, steps_in_place
+from flash_frac.models.attention import AttentionBlock, AttentionInputs, FracRotaryEmbedding
 from flash_frac.models.cache import FracCache, read_state, write_state
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.inputs import check_inputs, local_mask
@@ -98,10 +100,15 @@ class FracPreTrainedModel(PreTrainedModel):
     config: FracConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = {"FracBlock"}  # noqa: RUF012
+    _no_split_modules = {"FracBlock", "Qwen3DecoderLayer"}  # noqa: RUF012
     _keep_in_fp32_modules_strict = {f"mixer.{name}" for name in TIME_PARAMETERS}  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
+    # Of the attention layers of hybrid models.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -122,23 +129,37 @@ class FracPreTrainedModel(PreTrainedModel):
             >>> model.set_context_group(torch.distributed.group.WORLD)
             >>> loss = model(ids, labels=shifted, shift_labels=shifted, num_items_in_batch=n).loss
         """
+        if group is not None and self.config.attention_layers:
+            raise ValueError(
+                "group must be None for a model with attention_layers "
+                f"({self.config.attention_layers}), whose attention would see the tokens of its "
+                "own rank alone; give every rank rows of its own"
+            )
         for module in self.modules():
             if isinstance(module, FracMixer):
                 module.context_group = group
 
 
 class FracModel(FracPreTrainedModel):
-    """Token embeddings, Frac blocks and a final norm."""
+    """Token embeddings, Frac blocks, or some of attention between them, and a final norm."""
 
     def __init__(self, config: FracConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
-        self.layers = nn.ModuleList(FracBlock(config, n) for n in range(config.num_hidden_layers))
+        self.attention_config = config.attention_config() if config.attention_layers else None
+        if self.attention_config is not None:
+            self.rotary_emb = FracRotaryEmbedding(self.attention_config)
+        self.layers = nn.ModuleList(self._block(n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _block(self, layer_idx: int) -> FracBlock | AttentionBlock:
+        if self.attention_config is None or layer_idx not in (self.config.attention_layers or []):
+            return FracBlock(self.config, layer_idx)
+        return AttentionBlock(self.attention_config, layer_idx)
 
     def forward(
         self,
@@ -163,7 +184,8 @@ class FracModel(FracPreTrainedModel):
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
-            kwargs: what generic code passes to every model, such as position_ids; not used.
+            kwargs: what generic code passes to every model, such as position_ids; not used. In
+                hybrid models the position of a token is the number of real ones before it.
         """
         check_inputs(input_ids, inputs_embeds, self.config)
         if output_hidden_states is None:
@@ -180,19 +202,22 @@ class FracModel(FracPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = FracCache(self.config)
 
+        frac_inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens}
+        attention, attention_inputs = None, {}
+        if self.attention_config is not None:
+            attention = AttentionInputs(hidden_states, mask, past_key_values, cu_seqlens)
+            attention_inputs = self._attention_arguments(attention, hidden_states)
         all_hidden_states: list[Any] = [hidden_states]
         for block in self.layers:
-            hidden_states = block(
-                hidden_states,
-                past_key_values=past_key_values,
-                attention_mask=mask,
-                cu_seqlens=cu_seqlens,
-            )
+            inputs = frac_inputs if isinstance(block, FracBlock) else attention_inputs
+            hidden_states = block(hidden_states, past_key_values=past_key_values, **inputs)
             all_hidden_states.append(hidden_states)
         hidden_states = self.norm(hidden_states)
         all_hidden_states[-1] = hidden_states
         if isinstance(past_key_values, FracCache):
             past_key_values.num_tokens += hidden_states.shape[1]
+        if attention is not None:
+            attention.remember()
 
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -201,6 +226,14 @@ class FracModel(FracPreTrainedModel):
         )
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _attention_arguments(
+        self, attention: AttentionInputs, hidden_states: Tensor
+    ) -> dict[str, Any]:
+        config: Any = self.attention_config
+        # The caller may choose another one at any time.
+        config._attn_implementation = self.config._attn_implementation
+        return attention.arguments(config, self.rotary_emb, hidden_states)
 
 
 class FracForCausalLM(FracPreTrainedModel, GenerationMixin):

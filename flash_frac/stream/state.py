@@ -1,5 +1,7 @@
 """The states of a model's layers, kept in a `FracCache`, and what time without input does to them.
 
+Attention layers of hybrid models have keys and values there, which grow with every token. They are
+replaced and never written, so that copies share them.
 Letters: B sequences, V vocabulary, H heads, M modes, D head channels, I = H D, K taps.
 """
 
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from flash_frac.layers import FracMixer, MixerState
 from flash_frac.models import FracCache, FracForCausalLM
-from flash_frac.models.cache import read_state, write_state
+from flash_frac.models.cache import AttentionMemory, read_state, write_state
+from flash_frac.models.modeling import FracBlock
 from flash_frac.ops.control import dynamics, mode_log_decay
 from flash_frac.stream.text import TextTail
 
@@ -44,17 +47,23 @@ class StreamMark:
     def copy(self, model: FracForCausalLM, into: FracCache | None = None) -> StreamMark:
         """The same in other memory: that of a cache which is not needed any more, or new."""
         if into is None:
-            into = make_cache(model, states_of(self.cache))
+            into = make_cache(model, states_of(self.cache), self.memory())
         else:
             copy_states(self.cache, into)
+            into.set_memory(self.memory())
         logits = None if self.logits is None else self.logits.clone()
         return replace(self, cache=into, logits=logits)
+
+    def memory(self) -> AttentionMemory:
+        """What the attention layers remember, in the memory of the cache."""
+        return self.cache.memory(len(self.lengths))
 
     def select(self, rows: list[int], model: FracForCausalLM) -> StreamMark:
         """The sequences at `rows`, in that order."""
         index = torch.tensor(rows, device=self.seen.device)
+        states = [state.select(rows) for state in states_of(self.cache)]
         return StreamMark(
-            make_cache(model, [state.select(rows) for state in states_of(self.cache)]),
+            make_cache(model, states, self.memory().select(rows)),
             None if self.logits is None else self.logits[index],
             self.seen[index],
             tuple(self.lengths[n] for n in rows),
@@ -66,8 +75,9 @@ class StreamMark:
         """One batch of all sequences, in order."""
         layers = zip(*(states_of(mark.cache) for mark in marks), strict=True)
         logits = [mark.logits for mark in marks if mark.logits is not None]
+        memory = AttentionMemory.cat([mark.memory() for mark in marks])
         return StreamMark(
-            make_cache(model, [MixerState.cat(states) for states in layers]),
+            make_cache(model, [MixerState.cat(states) for states in layers], memory),
             torch.cat(logits) if len(logits) == len(marks) else None,
             torch.cat([mark.seen for mark in marks]),
             tuple(length for mark in marks for length in mark.lengths),
@@ -114,8 +124,8 @@ def read_tokens(
 
 
 def mixers(model: FracForCausalLM) -> list[FracMixer]:
-    """The mixers of the layers, in order."""
-    return [block.mixer for block in model.model.layers]  # pyright: ignore
+    """The mixers of the Frac layers, in order."""
+    return [block.mixer for block in model.model.layers if isinstance(block, FracBlock)]
 
 
 def empty_state(mixer: FracMixer, batch_size: int) -> MixerState:
@@ -128,18 +138,50 @@ def empty_state(mixer: FracMixer, batch_size: int) -> MixerState:
 
 
 @torch.no_grad()
-def make_cache(model: FracForCausalLM, states: Sequence[MixerState]) -> FracCache:
-    """A cache that holds copies of these states of the layers."""
+def make_cache(
+    model: FracForCausalLM, states: Sequence[MixerState], memory: AttentionMemory | None = None
+) -> FracCache:
+    """A cache that holds copies of these states of the Frac layers, and this memory itself."""
     cache = FracCache(model.config)
-    for index, state in enumerate(states):
+    for index, state in zip(cache.frac_layers, states, strict=True):
         write_state(cache, index, state)
+    if memory is not None:
+        cache.set_memory(memory)
     return cache
+
+
+def to_tensors(cache: FracCache, batch_size: int) -> dict[str, Tensor]:
+    """Everything that a cache holds, by names that begin with the number of the layer."""
+    tensors = {}
+    for index, state in zip(cache.frac_layers, states_of(cache), strict=True):
+        tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
+    memory = cache.memory(batch_size)
+    for index, (keys, values) in memory.layers.items():
+        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
+    return tensors | ({"real": memory.real} if memory.layers else {})
+
+
+def from_tensors(model: FracForCausalLM, tensors: dict[str, Tensor]) -> FracCache:
+    """The cache that `to_tensors` was given, on the devices of the layers, in other memory."""
+    states, layers, place = [], {}, model.lm_head.weight.device
+    for index, block in enumerate(model.model.layers):
+        place = next(block.parameters()).device
+        if isinstance(block, FracBlock):
+            names = (f"{index}.recurrent", f"{index}.conv")
+            states.append(MixerState(*(tensors[name] for name in names)).to(place))
+        elif f"{index}.keys" in tensors:
+            names = (f"{index}.keys", f"{index}.values")
+            # Copies, because on a CPU these would be the file itself, mapped into memory.
+            layers[index] = tuple(tensors[name].to(place, copy=True) for name in names)
+    blank = torch.ones(states[0].batch_size, 0, dtype=torch.bool)
+    memory = AttentionMemory(layers, tensors.get("real", blank).to(place, copy=True))
+    return make_cache(model, states, memory)
 
 
 @torch.no_grad()
 def states_of(cache: FracCache) -> list[MixerState]:
-    """The states of the layers, in the memory of the cache."""
-    states = (read_state(cache, index) for index in range(len(cache.layers)))
+    """The states of the Frac layers, in the memory of the cache."""
+    states = (read_state(cache, index) for index in cache.frac_layers)
     return [state for state in states if state is not None]
 
 
@@ -163,6 +205,15 @@ def idle_log_decay(mixer: FracMixer) -> Tensor:
     dyn = dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
     log_tau = mixer.base_log_tau.to(logits.dtype)
     return mode_log_decay(dyn, log_tau, rho_eps=mixer.settings.rho_eps)
+
+
+def check_fading(model: FracForCausalLM) -> None:
+    """ValueError unless all that a model remembers fades with time."""
+    if model.config.attention_layers:
+        raise ValueError(
+            "advance needs a model without attention_layers, got "
+            f"{model.config.attention_layers}: keys and values do not fade; feed tokens instead"
+        )
 
 
 @torch.no_grad()

@@ -33,6 +33,11 @@ _FIELDS = (
     *("num_attention_heads", "frac_num_modes", "frac_conv_kernel", "frac_gate_bias_init"),
     *("rms_norm_eps", "tie_word_embeddings"),
 )
+# Of hybrid models only, so that files of others stay what they were.
+_ATTENTION_FIELDS = (
+    *("attention_layers", "attention_head_dim", "attention_key_value_heads"),
+    *("attention_intermediate_size", "attention_rope_parameters"),
+)
 # For each model, at which addresses and versions its tensors were when they were hashed.
 _HASHES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], dict[str, str]]] = (
     WeakKeyDictionary()
@@ -64,6 +69,8 @@ def fingerprint(model: FracForCausalLM) -> dict[str, str]:
         hashes = {"structure": structure, "weights": weights.hexdigest()}
         _HASHES[model] = (versions, hashes)
     settings = {name: getattr(model.config, name) for name in _FIELDS}
+    if model.config.attention_layers:
+        settings |= {name: getattr(model.config, name) for name in _ATTENTION_FIELDS}
     settings["dtype"] = str(model.lm_head.weight.dtype)
     for number, control in enumerate(dict.fromkeys(mixer.settings for mixer in mixers(model))):
         named = asdict(control).items()

@@ -25,12 +25,15 @@ from flash_frac.sampling import SamplingSettings, choose
 from flash_frac.stream.inputs import Inputs, to_ids
 from flash_frac.stream.state import (
     StreamMark,
+    check_fading,
     empty_state,
+    from_tensors,
     let_pass,
     make_cache,
     mixers,
     read_tokens,
     states_of,
+    to_tensors,
 )
 from flash_frac.stream.storage import check_model, fingerprint, read_file, write_file
 from flash_frac.stream.text import CONTEXT, TextTail
@@ -95,13 +98,13 @@ class FracStream:
 
     @property
     def state(self) -> list[MixerState]:
-        """The states of the layers: to be read, before the stream goes on, or else cloned."""
+        """The states of the Frac layers: to be read before the stream goes on, or else cloned."""
         return states_of(self._now.cache)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state. The stream holds them twice, and once more for each mark."""
-        return sum(state.nbytes for state in self.state)
+        return sum(state.nbytes for state in self.state) + self._now.memory().nbytes
 
     def feed(self, inputs: Inputs) -> FracStream:
         """Read on; however a sequence is cut into calls, the result is the same.
@@ -278,6 +281,7 @@ class FracStream:
         """
         if not (math.isfinite(gap) and gap >= 0):
             raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap}")
+        check_fading(self.model)
         if gap == 0:
             return self
         draft = self._draft()
@@ -290,8 +294,7 @@ class FracStream:
         """Write the stream, without its marks, to a file: all of it or, if that fails, nothing."""
         now = self._now
         tensors = {"seen": now.seen} | ({} if now.logits is None else {"logits": now.logits})
-        for index, state in enumerate(self.state):
-            tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
+        tensors |= to_tensors(now.cache, self.batch_size)
         tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in now.tails])
         facts = fingerprint(self.model) | {"lengths": json.dumps(now.lengths), "tails": tails}
         write_file(Path(path), facts, tensors)
@@ -310,10 +313,6 @@ class FracStream:
         _check_kind(model)
         facts, tensors = read_file(Path(path))
         check_model(Path(path), facts, model)
-        states = []
-        for index, mixer in enumerate(mixers(model)):
-            state = MixerState(tensors[f"{index}.recurrent"], tensors[f"{index}.conv"])
-            states.append(state.to(mixer.conv1d.weight.device))
         place, logits = model.lm_head.weight.device, tensors.get("logits")
         lengths, tails = tuple(json.loads(facts["lengths"])), ()
         if tokenizer is not None:
@@ -322,7 +321,7 @@ class FracStream:
             tails = tuple(TextTail(tuple(ids), *rest) for ids, *rest in kept)
         # Copies, because on a CPU these would be the file itself, mapped into memory.
         logits = None if logits is None else logits.to(place, copy=True)
-        cache, seen = make_cache(model, states), tensors["seen"].to(place, copy=True)
+        cache, seen = from_tensors(model, tensors), tensors["seen"].to(place, copy=True)
         return cls._at(StreamMark(cache, logits, seen, lengths, tails), model, tokenizer)
 
     @classmethod

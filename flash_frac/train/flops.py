@@ -24,7 +24,9 @@ PEAK_TFLOPS = {
 def forward_flops(config: FracConfig) -> int:
     """Operations of a forward pass, a token: projections, scan and head.
 
-    The scan counts as `docs/kernels.md` has it: 2 C D and 6 M D a head, in chunks of C = 32.
+    The scan counts as `docs/kernels.md` has it: 2 C D and 6 M D a head, in chunks of C = 32. Of the
+    attention layers of hybrid models projections and MLP are counted; scores, which depend on the
+    length of documents, are not, so that an MFU is a lower bound there.
     """
     width, inner = config.hidden_size, config.intermediate_size
     heads, modes = config.num_attention_heads, config.frac_num_modes
@@ -32,7 +34,16 @@ def forward_flops(config: FracConfig) -> int:
     dynamics = (3 if config.frac_alpha_fixed is None else 2) * heads
     weights = inner * (2 * width + dynamics + 2 * heads * modes + width + config.frac_conv_kernel)
     scan = inner * (2 * 32 + 6 * modes)
-    return config.num_hidden_layers * (2 * weights + scan) + 2 * width * config.vocab_size
+    head, num_attention = 2 * width * config.vocab_size, len(config.attention_layers or [])
+    num_frac = config.num_hidden_layers - num_attention
+    return num_frac * (2 * weights + scan) + num_attention * _attention_flops(config) + head
+
+
+def _attention_flops(config: FracConfig) -> int:
+    """Of one attention layer: queries, output, keys and values, and three matrices of an MLP."""
+    inner = config.attention_config()
+    channels = 2 * inner.head_dim * (inner.num_attention_heads + (inner.num_key_value_heads or 0))
+    return 2 * inner.hidden_size * (channels + 3 * inner.intermediate_size)
 
 
 def training_flops(config: FracConfig) -> int:

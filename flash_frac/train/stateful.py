@@ -22,6 +22,11 @@ class CarriedStates:
     """The states of all layers at the end of each lane, cut off from the graph."""
 
     def __init__(self, config: FracConfig) -> None:
+        if config.attention_layers:
+            raise ValueError(
+                "stateful must be false for a model with attention_layers "
+                f"({config.attention_layers}), whose keys and values have no fixed size to carry"
+            )
         self.config = config
         self.layers: list[MixerState] = []
 

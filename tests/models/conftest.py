@@ -18,9 +18,11 @@ def make_model(dtype=torch.float64, model_class=FracForCausalLM, **changes):
     model = model_class(FracConfig(**{**SIZES, **changes})).to(dtype).eval()
     with torch.no_grad():
         for block in model.get_submodule("model").layers:
-            block.mixer.dt_bias.normal_()
-            if block.mixer.D is not None:
-                block.mixer.D.normal_()
+            mixer = getattr(block, "mixer", None)
+            if mixer is not None:
+                mixer.dt_bias.normal_()
+            if mixer is not None and mixer.D is not None:
+                mixer.D.normal_()
     return model
 
 

@@ -1,0 +1,436 @@
+"""Hybrid models: attention layers between Frac layers, in all the ways a Frac model is run.
+
+Qwen3 computes its norms in float32 whatever the model is in, so that two ways to the same logits
+differ by roundings of float32: `close` has assert_close's tolerances of that type.
+"""
+
+import json
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from flash_frac.generation import Generator
+from flash_frac.inspect import inspect_model
+from flash_frac.layers import FracMixer
+from flash_frac.models import (
+    FracCache,
+    FracConfig,
+    FracForCausalLM,
+    FracForSequenceClassification,
+    regrid,
+)
+from flash_frac.ops.testing import relative_error
+from flash_frac.stream import FracStream
+from flash_frac.train.flops import forward_flops
+from flash_frac.train.stateful import CarriedStates
+from tests.models.conftest import SIZES, make_model
+
+close = partial(torch.testing.assert_close, rtol=1.3e-6, atol=1e-5, check_dtype=False)
+LAYERS = {"attention_layers": [1, 3], "attention_key_value_heads": 1, "num_hidden_layers": 4}
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+def make_hybrid(dtype=torch.float64, model_class=FracForCausalLM, **changes):
+    return make_model(dtype, model_class, **{**LAYERS, **changes})
+
+
+@pytest.fixture
+def model():
+    return make_hybrid()
+
+
+def padded(ids):
+    """A mask with padding on the left, on the right, and inside."""
+    mask = torch.ones_like(ids)
+    mask[0, :13], mask[1, 31:], mask[2, 9:17] = 0, 0, 0
+    return mask
+
+
+def greedy_by_hand(model, ids, num):
+    for _ in range(num):
+        token = model(ids, use_cache=False).logits[:, -1].argmax(-1)
+        ids = torch.cat([ids, token[:, None]], 1)
+    return ids
+
+
+def test_layers(model):
+    assert model.config.layer_types == [
+        *("linear_attention", "full_attention", "linear_attention", "full_attention"),
+    ]
+    kinds = [type(block).__name__ for block in model.model.layers]
+    assert kinds == ["FracBlock", "Qwen3DecoderLayer"] * 2
+    cache = FracCache(model.config)
+    assert cache.frac_layers == [0, 2] and cache.attention_layers == [1, 3]
+
+
+@pytest.mark.parametrize("layers", [None, []])
+def test_without_attention_nothing_changes(ids, layers, tmp_path):
+    plain, same = make_model(), make_model(attention_layers=layers)
+    assert plain.state_dict().keys() == same.state_dict().keys()
+    assert torch.equal(plain(ids).logits, same(ids).logits)
+    # A file written before there were such fields.
+    saved = json.loads(same.config.to_json_string())
+    old = {key: x for key, x in saved.items() if not key.startswith("attention_")}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert FracConfig.from_pretrained(tmp_path).layer_types == ["linear_attention"] * 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [[0], [0, 3], [1, 2], [3]])
+@pytest.mark.parametrize("cuts", [[1], [20], [3, 4, 21], list(range(1, 40))])
+def test_continuing_from_a_cache_is_the_whole(ids, layers, cuts):
+    model = make_hybrid(attention_layers=layers)
+    whole, cache, parts = model(ids).logits, None, []
+    for start, end in zip([0, *cuts], [*cuts, 40], strict=True):
+        out = model(ids[:, start:end], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        assert cache.get_seq_length() == end
+        parts.append(out.logits)
+    close(torch.cat(parts, 1), whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_anywhere_is_no_padding(ids, implementation):
+    """In float32, as near to float64 as without padding.
+
+    Hugging Face's eager softmax makes NaN of a mask in float64.
+    """
+    model, exact = make_hybrid(torch.float32), make_hybrid()
+    model.set_attn_implementation(implementation)
+    mask = padded(ids)
+    logits = model(ids, attention_mask=mask).logits
+    assert logits.isfinite().all()
+    for row in range(3):
+        real = mask[row] == 1
+        part = ids[row : row + 1, real]
+        expected = exact(part).logits[0]
+        plain = relative_error(model(part).logits[0], expected)
+        assert relative_error(logits[row, real], expected) <= 2 * (plain + 2**-24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("whole_mask", [True, False])
+def test_padding_and_a_cache(model, ids, whole_mask):
+    """Given in pieces, the mask may be that of the piece or of all tokens so far."""
+    mask, cache, parts = padded(ids), None, []
+    for start, end in ((0, 11), (11, 12), (12, 33), (33, 40)):
+        part = mask[:, 0 if whole_mask else start : end]
+        out = model(ids[:, start:end], attention_mask=part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    logits = torch.cat(parts, 1)
+    for row in range(3):
+        real = mask[row] == 1
+        close(logits[row, real], model(ids[row : row + 1, real]).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_documents(ids, implementation):
+    """Packed equals separate, and the cache decodes as a batch of documents."""
+    model = make_hybrid()
+    model.set_attn_implementation(implementation)
+    ends = torch.tensor([0, 12, 13, 40], dtype=torch.int32)
+    packed = model(ids[:1], cu_seqlens=ends, use_cache=True)
+    close(model(ids[:1], cu_seqlens=ends, use_cache=False).logits, packed.logits)
+    tokens, cache, nexts = torch.tensor([[7, 3], [8, 4], [9, 5]]), packed.past_key_values, []
+    assert cache.get_seq_length() == 27
+    for token in tokens.split(1, 1):
+        nexts.append(model(token, past_key_values=cache, use_cache=True).logits)
+    for n in range(3):
+        part = ids[:1, ends[n] : ends[n + 1]]
+        close(packed.logits[:, ends[n] : ends[n + 1]], model(part).logits)
+        alone = model(torch.cat([part, tokens[n : n + 1]], 1)).logits[0, -2:]
+        close(torch.cat(nexts, 1)[n], alone)
+
+
+def test_packed_training_is_that_of_separate_documents(ids):
+    model, ends = make_hybrid().train(), [0, 12, 13, 40]
+    model(ids[:1], cu_seqlens=torch.tensor(ends)).logits.square().sum().backward()
+    packed = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    for start, end in pairwise(ends):
+        model(ids[:1, start:end]).logits.square().sum().backward()
+    for name, x in model.named_parameters():
+        bound = 1e-5 * x.grad.abs().max().item()
+        torch.testing.assert_close(packed[name], x.grad, rtol=1e-5, atol=bound)
+
+
+def test_attention_sees_an_early_token():
+    """A Frac layer forgets it as a power law; attention gives it the share of any other token."""
+    ids, gradients = torch.randint(3, 61, (1, 2000)), []
+    for layers in ([1], None):
+        model = make_model(
+            num_hidden_layers=2, attention_layers=layers, frac_tau_max=8.0, frac_conv_kernel=1
+        )
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        model(inputs_embeds=embeds).logits[0, -1].square().sum().backward()
+        norms = embeds.grad[0].norm(dim=-1)
+        gradients.append((norms[:100].mean() / norms[-100:].mean()).item())
+    assert gradients[0] > 0.01 and gradients[1] < 1e-6
+
+
+@torch.no_grad()
+def test_positions_matter(model, ids):
+    """By itself, attention is blind to order; rotary positions are not."""
+    base, other = model.model, make_hybrid(attention_rope_parameters={"rope_theta": 10.0})
+    assert base.rotary_emb.inv_freq.tolist() != other.model.rotary_emb.inv_freq.tolist()
+    assert (base(ids)[0] - other.model(ids)[0]).abs().max() > 1e-3
+    assert base.to(torch.bfloat16).rotary_emb.inv_freq.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_greedy(model, ids):
+    expected = greedy_by_hand(model, ids, 12)
+    assert torch.equal(model.generate(ids, **OPTIONS), expected)
+    assert torch.equal(model.generate(ids, use_cache=False, **OPTIONS), expected)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=7, **OPTIONS), expected)
+
+
+@torch.no_grad()
+def test_batches_of_different_lengths(model, ids):
+    mask = torch.ones_like(ids)
+    mask[1, :17], mask[2, :39] = 0, 0
+    got = model.generate(ids.masked_fill(mask == 0, 0), attention_mask=mask, **OPTIONS)
+    for row in range(3):
+        alone = greedy_by_hand(model, ids[row : row + 1, mask[row] == 1], 12)
+        assert torch.equal(got[row, -12:], alone[0, -12:])
+
+
+@torch.no_grad()
+def test_beam_search_is_that_without_a_cache(model, ids):
+    mask = torch.ones_like(ids)
+    mask[1, :17] = 0
+    options = {**OPTIONS, "num_beams": 4, "num_return_sequences": 2, "attention_mask": mask}
+    got = model.generate(ids, **options)
+    assert torch.equal(got, model.generate(ids, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_going_on_from_a_cache(model, ids):
+    expected = greedy_by_hand(model, ids, 12)
+    cache = model(ids[:, :15], use_cache=True).past_key_values
+    assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), expected)
+    more = torch.cat([expected, ids[:, :5]], 1)
+    got = model.generate(more, past_key_values=cache, **OPTIONS)
+    assert torch.equal(got, greedy_by_hand(model, more, 12))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), expected)
+
+
+def test_generator_is_generate(model, ids):
+    generator = Generator(model)
+    for batch in (ids, ids, ids[:1], ids[:, :7]):
+        got = generator.generate(batch, max_new_tokens=12)
+        assert torch.equal(got, model.generate(batch, **OPTIONS))
+    mask = torch.ones_like(ids)
+    mask[1, :17], mask[2, :39] = 0, 0
+    got = generator.generate(ids, attention_mask=mask, max_new_tokens=12)
+    assert torch.equal(got, model.generate(ids, attention_mask=mask, **OPTIONS))
+
+
+def logits_of(model, sequences):
+    """Of the next token after each, read alone and at once."""
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([x])).logits[:, -1] for x in sequences])
+
+
+def test_streams(model, ids, tmp_path):
+    """Fed in pieces, marked, forked, selected, joined, saved: as if read at once."""
+    rows = [row.tolist() for row in ids]
+    stream = FracStream(model, batch_size=3).feed([rows[0][:5], rows[1][:1], rows[2][:9]])
+    stream.feed([rows[0][5:], rows[1][1:20], rows[2][9:10]])
+    held = [rows[0], rows[1][:20], rows[2][:10]]
+    close(stream.logits, logits_of(model, held))
+    mark, other = stream.mark(), stream.fork()
+    stream.feed([[5, 6], [7], [8, 9, 10]])
+    close(stream.logits, logits_of(model, [[*held[0], 5, 6], [*held[1], 7], [*held[2], 8, 9, 10]]))
+    close(stream.rollback(mark).logits, logits_of(model, held))
+    stream.save(tmp_path / "hybrid.stream")
+    loaded = FracStream.load(tmp_path / "hybrid.stream", model)
+    for continued in (stream, other, loaded):
+        fed = continued.feed([[4], [4], [4, 11]])
+        close(fed.logits, logits_of(model, [[*held[0], 4], [*held[1], 4], [*held[2], 4, 11]]))
+    part = other.select([2, 0])
+    assert part.nbytes < other.nbytes
+    joined = FracStream.cat([part, FracStream(model).feed([3, 4]), other.select(1)])
+    after = joined.feed([[12], [12], [12], [12]]).logits
+    held = [[*held[2], 4, 11, 12], [*held[0], 4, 12], [3, 4, 12], [*held[1], 4, 12]]
+    close(after, logits_of(model, held))
+    with pytest.raises(ValueError, match="advance needs a model without attention_layers"):
+        joined.advance(3)
+    tokens = torch.stack([*FracStream(model).feed(rows[0]).generate(max_new_tokens=12, eos=False)])
+    assert torch.equal(tokens[:, 0], model.generate(ids[:1], **OPTIONS)[0, -12:])
+
+
+def test_a_stream_without_tokens(model, tmp_path):
+    FracStream(model).save(tmp_path / "empty.stream")
+    loaded = FracStream.load(tmp_path / "empty.stream", model)
+    joined = FracStream.cat([loaded, FracStream(model).feed([5, 6, 7])])
+    close(joined.feed([[3, 4], [8]]).logits, logits_of(model, [[3, 4], [5, 6, 7, 8]]))
+
+
+def test_a_stream_of_another_model_is_refused(model, tmp_path):
+    FracStream(model).feed([3, 4]).save(tmp_path / "hybrid.stream")
+    other = make_hybrid(attention_layers=[0, 3])
+    with pytest.raises(ValueError, match=r"attention_layers is \[1, 3\] there and \[0, 3\] here"):
+        FracStream.load(tmp_path / "hybrid.stream", other)
+
+
+def test_save_and_load(tmp_path, ids):
+    options = {"attention_head_dim": 6, "attention_intermediate_size": 40, "attention_bias": True}
+    model = make_hybrid(torch.float32, attention_rope_parameters={"rope_theta": 500.0}, **options)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.attention_layers == [1, 3]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    shapes = {name.split("layers.1.")[-1]: x.shape for name, x in loaded.state_dict().items()}
+    assert shapes["self_attn.q_proj.weight"] == (12, 16)
+    assert shapes["self_attn.k_proj.bias"] == (6,)
+    assert shapes["mlp.up_proj.weight"] == (40, 16)
+
+
+def test_low_precision(tmp_path, ids):
+    make_hybrid(torch.float32).save_pretrained(tmp_path)
+    model = FracForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.model.layers[1].self_attn.q_proj.weight.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert model.generate(ids, **OPTIONS).shape == (3, 52)
+
+
+def test_gradient_checkpointing_changes_nothing(ids):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_hybrid().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids, attention_mask=padded(ids)).loss.backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_gradients_through_a_cache(model, ids):
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    whole = torch.autograd.grad(model(ids).logits[:, 20:].sum(), weight)[0]
+    cache = model(ids[:, :20], use_cache=True).past_key_values
+    out = model(ids[:, 20:], past_key_values=cache, use_cache=True)
+    parts = torch.autograd.grad(out.logits.sum(), weight)[0]
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5 * whole.abs().max().item())
+
+
+def test_overfits_one_batch(ids):
+    model = make_hybrid(torch.float32, initializer_range=0.1).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.3
+
+
+@torch.no_grad()
+def test_hidden_states_and_classification(model, ids):
+    out = model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 5
+    close(out.hidden_states[-1], model.model(ids)[0])
+    judge = make_hybrid(torch.float32, FracForSequenceClassification, num_labels=4)
+    longer = torch.cat([ids, torch.zeros(3, 5, dtype=torch.long)], 1)
+    close(judge(longer, attention_mask=(longer != 0).long()).logits, judge(ids).logits)
+
+
+def test_initialisation():
+    model = FracForCausalLM(make_hybrid(initializer_range=0.02).config)
+    block = model.model.layers[1]
+    for weight in (block.self_attn.q_proj.weight, block.mlp.up_proj.weight):
+        assert 0.015 < weight.std() < 0.025
+    assert (block.self_attn.q_norm.weight == 1).all() and (block.input_layernorm.weight == 1).all()
+
+
+@torch.no_grad()
+def test_forward_compiles_without_graph_breaks(ids):
+    model = make_hybrid(torch.float32, num_hidden_layers=2, attention_layers=[1])
+    close(torch.compile(model, fullgraph=True)(ids, use_cache=False).logits, model(ids).logits)
+
+
+def test_regrid_and_inspect_see_frac_layers_only(model, ids):
+    longer = regrid(model, tau_max=2.0**17, num_modes=9)
+    assert len(longer.layers) == 2
+    for old, new in zip(model.model.layers, longer.model.model.layers, strict=True):
+        if not isinstance(getattr(old, "mixer", None), FracMixer):
+            assert torch.equal(old.mlp.up_proj.weight, new.mlp.up_proj.weight)
+    assert longer.model(ids).logits.shape == (3, 40, 61)
+    assert len(inspect_model(model, ids).layers) == 2
+
+
+def test_flops_are_those_of_matrix_products(model):
+    """Of an attention layer two for each element of its matrices, as torch counts them, too."""
+    counts = []
+    for layers in (None, [1], [1, 3]):
+        counts.append(forward_flops(FracConfig(**{**SIZES, **LAYERS, "attention_layers": layers})))
+    frac = (counts[0] - 2 * 16 * 61) // 4
+    block = model.model.layers[1]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for linear in (x for x in block.modules() if isinstance(x, torch.nn.Linear)):
+            linear(linear.weight.new_zeros(40, linear.in_features))
+    attention = counter.get_total_flops() // 40
+    assert counts[0] - counts[1] == counts[1] - counts[2] == frac - attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"attention_layers": [4]}, r"attention_layers must be .* from 0 to 3, .* got \[4\]"),
+        ({"attention_layers": [-1]}, r"attention_layers must be .* got \[-1\]"),
+        ({"attention_layers": [1, 1]}, r"different whole numbers .* got \[1, 1\]"),
+        ({"attention_layers": [True]}, r"attention_layers must be .* got \[True\]"),
+        ({"attention_layers": [1.0]}, r"attention_layers must be .* got \[1.0\]"),
+        ({"attention_layers": 1}, "attention_layers must be a list"),
+        ({"attention_layers": "1"}, "attention_layers must be a list"),
+        (
+            {"attention_layers": [0, 1, 2, 3]},
+            "must leave a Frac layer, .* transformers.Qwen3Config",
+        ),
+        ({"attention_head_dim": 7}, "attention_head_dim must be even"),
+        ({"attention_head_dim": 0}, "attention_head_dim must be None or a positive integer, got 0"),
+        ({"num_attention_heads": 3, "frac_expand": 3.0}, "attention_head_dim must be given"),
+        ({"attention_key_value_heads": 3}, "must divide num_attention_heads"),
+        (
+            {"attention_intermediate_size": True},
+            "attention_intermediate_size must be None or a pos",
+        ),
+    ],
+)
+def test_wrong_configurations(changes, match):
+    with pytest.raises(ValueError, match=match):
+        FracConfig(**{**SIZES, **LAYERS, **changes})
+
+
+def test_layers_are_sorted():
+    assert FracConfig(num_hidden_layers=4, attention_layers=(3, 1)).attention_layers == [1, 3]
+
+
+def test_what_hybrids_cannot_do(model, ids):
+    with pytest.raises(ValueError, match=r"must be a FracCache, .* got DynamicCache"):
+        model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+    ends = torch.tensor([0, 20, 40])
+    with pytest.raises(ValueError, match="attention_mask beside cu_seqlens is not supported"):
+        model(ids[:1], cu_seqlens=ends, attention_mask=padded(ids)[:1])
+    cache = model(ids[:1], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="cu_seqlens cannot go on from a cache"):
+        model(ids[:1], cu_seqlens=ends, past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=r"stateful must be false .* attention_layers \(\[1, 3\]\)"
+    ):
+        CarriedStates(model.config)
+    with pytest.raises(ValueError, match=r"group must be None for a model with attention_layers"):
+        model.set_context_group(object())
+    model.set_context_group(None)
