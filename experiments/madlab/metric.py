@@ -1,0 +1,98 @@
+"""Accuracy of token predictions, by class or by token, over the batches of a test set.
+
+    macro = mean over classes v of   hits_v / targets_v
+    micro = Σ_v hits_v / Σ_v targets_v
+
+Macro leaves out a class that is neither a target nor predicted; one that is predicted though it is
+never a target counts as 0. Predictions where the target is IGNORE count nowhere.
+
+The official runs take the macro accuracy of each batch and then the mean over batches, weighted by
+their sizes; `Accuracy.batch_mean` is that number. `Accuracy.macro` is of all batches together.
+Letters: B batch, T time, V classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from experiments.madlab.tasks import IGNORE
+
+
+def confusion(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
+    """Counts (V, V) of scored tokens, by target and then by prediction.
+
+    Args:
+        predicted, target: integer tensors of one shape; IGNORE in `target` is not scored.
+        num_classes: V.
+    """
+    scored = target != IGNORE
+    cells = target[scored] * num_classes + predicted[scored]
+    counts = torch.zeros(num_classes**2, dtype=torch.int64, device=target.device)
+    # Not torch.bincount, which has no deterministic form on a GPU.
+    counts.index_add_(0, cells, torch.ones_like(cells))
+    return counts.view(num_classes, num_classes)
+
+
+def macro_accuracy(counts: Tensor) -> Tensor:
+    """Mean recall (a scalar) of the classes that were a target or predicted; 0 if there is none."""
+    hits, targets, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
+    recall = hits / targets.clamp_min(1)
+    present = targets + predictions > 0
+    return recall.sum() / present.sum().clamp_min(1)
+
+
+def micro_accuracy(counts: Tensor) -> Tensor:
+    """Share (a scalar) of scored tokens that are right; 0 if there is none."""
+    return counts.diagonal().sum() / counts.sum().clamp_min(1)
+
+
+class Accuracy:
+    """Accuracies of the batches seen so far, kept on the device of the predictions.
+
+    Example:
+        >>> accuracy = Accuracy(num_classes=16)
+        >>> accuracy.update(logits.argmax(-1), targets)
+        >>> accuracy.batch_mean(), accuracy.macro(), accuracy.micro()
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+        self.num_classes = num_classes
+        self._counts: Tensor | None = None
+        self._batches: list[tuple[int, Tensor]] = []
+
+    def update(self, predicted: Tensor, target: Tensor) -> None:
+        """Add a batch of predictions and targets, (B, T) each."""
+        if predicted.shape != target.shape:
+            raise ValueError(
+                f"predicted must have the shape of target, {tuple(target.shape)}, got "
+                f"{tuple(predicted.shape)}; take the argmax of logits first"
+            )
+        counts = confusion(predicted, target, self.num_classes)
+        self._batches.append((len(target), macro_accuracy(counts)))
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def batch_mean(self) -> float:
+        """Mean over batches of their macro accuracies, weighted by their numbers of sequences."""
+        sizes, accuracies = zip(*self._batches, strict=True) if self._batches else ((), ())
+        if not sizes:
+            raise ValueError("there is no batch to take the accuracy of; call update first")
+        weights = torch.tensor(sizes, dtype=torch.float32, device=accuracies[0].device)
+        return float((torch.stack(accuracies) * weights).sum() / weights.sum())
+
+    def macro(self) -> float:
+        """Macro accuracy of all batches together."""
+        return float(macro_accuracy(self.counts))
+
+    def micro(self) -> float:
+        """Micro accuracy of all batches together."""
+        return float(micro_accuracy(self.counts))
+
+    @property
+    def counts(self) -> Tensor:
+        """Counts (V, V) of all batches, by target and then by prediction."""
+        if self._counts is None:
+            raise ValueError("there is no batch to take the accuracy of; call update first")
+        return self._counts

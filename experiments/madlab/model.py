@@ -1,0 +1,199 @@
+"""MADLab's models: two mixers, each followed by a SwiGLU, about 0.5M parameters in all.
+
+    h = embed(tokens);  h = h + mixer(norm(h));  h = h + swiglu(norm(h));  twice
+    language model:  logits_t = head(norm(h_t))
+    autoencoder:     logits_i = head(norm(decoder(h_last + p_i))),  p_i a fixed table
+
+The autoencoder is for compression: it must tell every token from the hidden state of the last.
+Letters: B batch, T time, E width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.madlab.tasks import TaskSettings
+from flash_frac.baselines import make_mixer
+from flash_frac.layers import RMSNorm
+from flash_frac.ops import ControlSettings
+
+WIDTH = 128
+NORM_EPS = 1e-5
+INIT_STD = 0.02
+
+
+class Design(NamedTuple):
+    """A mixer of `flash_frac.baselines.make_mixer`; its heads span `num_heads * head_dim`."""
+
+    mixer: str
+    num_heads: int
+    head_dim: int
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+# The paper gives width 128, four taps, expansion 1.5 (Mamba2: 2) and eight heads (Frac: six), and
+# matches parameters at about 0.5M. Sizes of state that it does not give are chosen for that.
+DESIGNS = {
+    "frac": Design(
+        "frac",
+        6,
+        32,
+        {
+            "num_modes": 16,
+            "tau_min": 1.0,
+            "tau_max": 2.0**17,
+            "settings": ControlSettings(dt_min=1e-4, dt_max=1, lambda_min=0.25, lambda_max=4),
+        },
+    ),
+    "mamba2": Design("mamba2", 8, 32, {"state_size": 64}),
+    "mamba3": Design("mamba3", 8, 24, {"state_size": 128}),
+    "gated_deltanet": Design("gated_deltanet", 8, 16, {"expand_v": 1.5}),
+    "attention": Design("attention", 8, 24),
+}
+
+
+class SwiGLU(nn.Module):
+    """w3(silu(w1 x) w2 x), without biases."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, inner, bias=False)
+        self.w2 = nn.Linear(width, inner, bias=False)
+        self.w3 = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w3(F.silu(self.w1(x)) * self.w2(x))
+
+
+class Block(nn.Module):
+    """h + mixer(norm(h)), then h + swiglu(norm(h))."""
+
+    def __init__(self, design: Design) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(WIDTH, NORM_EPS)
+        self.mixer = make_mixer(
+            design.mixer,
+            WIDTH,
+            num_heads=design.num_heads,
+            head_dim=design.head_dim,
+            **design.options,
+        )
+        self.swiglu_norm = RMSNorm(WIDTH, NORM_EPS)
+        self.swiglu = SwiGLU(WIDTH, swiglu_size(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.mixer(self.mixer_norm(hidden))[0]
+        return hidden + self.swiglu(self.swiglu_norm(hidden))
+
+
+class LanguageModel(nn.Module):
+    """Logits (B, T, V) of the token asked for at each of the tokens (B, T).
+
+    Embeddings start at N(0, 0.02) and biases of Linear layers at 0; all else keeps the start that
+    its own class gives it.
+    """
+
+    def __init__(self, design: Design, vocab_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, WIDTH)
+        self.blocks = nn.ModuleList(Block(design) for _ in range(2))
+        self.out_norm = RMSNorm(WIDTH, NORM_EPS)
+        self.head = nn.Linear(WIDTH, vocab_size)
+        nn.init.normal_(self.embed.weight, std=INIT_STD)
+        for linear in linears(self):
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Hidden states (B, T, E) after the blocks."""
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.out_norm(self.encode(tokens)))
+
+
+class AutoEncoder(LanguageModel):
+    """Logits (B, T, V) of every token, told from the hidden state of the last one alone.
+
+    Weights of all Linear layers, the mixers' too, start at N(0, 0.02), and their biases at 0. What
+    carries time in a mixer is no Linear layer's: dt_bias, A_log or D keep their own start, and the
+    bias of Frac's dyn_proj, the logits of delta, alpha and lambda, starts at 0 there as here.
+
+    Args:
+        seq_len: T, which every input must have.
+    """
+
+    positions: Tensor
+
+    def __init__(self, design: Design, vocab_size: int, seq_len: int) -> None:
+        super().__init__(design, vocab_size)
+        self.decoder = nn.Sequential(
+            RMSNorm(WIDTH, NORM_EPS),
+            nn.Linear(WIDTH, WIDTH),
+            nn.GELU(),
+            RMSNorm(WIDTH, NORM_EPS),
+            nn.Linear(WIDTH, WIDTH),
+            nn.GELU(),
+        )
+        self.register_buffer("positions", position_table(seq_len, WIDTH), persistent=False)
+        for linear in linears(self):
+            nn.init.normal_(linear.weight, std=INIT_STD)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[1] != len(self.positions):
+            raise ValueError(
+                f"tokens must have shape (B, {len(self.positions)}), got {tuple(tokens.shape)}; "
+                "the autoencoder is built for one seq_len"
+            )
+        last = self.encode(tokens)[:, -1:]
+        return self.head(self.out_norm(self.decoder(last + self.positions)))
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    """All Linear layers of a model."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def swiglu_size(width: int) -> int:
+    """Two thirds of four times the width, up to a multiple of 16: 352 at 128."""
+    return math.ceil(int(2 * 4 * width / 3) / 16) * 16
+
+
+def position_table(seq_len: int, width: int) -> Tensor:
+    """(T, E): sin(i f_j), then cos(i f_j), with f_j = 10^(-4 j / (E/2 - 1))."""
+    half = width // 2
+    frequency = torch.exp(torch.arange(half) * (-math.log(1e4) / (half - 1)))
+    angle = torch.arange(seq_len)[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+def make_model(name: str, task: TaskSettings, seed: int) -> LanguageModel:
+    """The model of a design in `DESIGNS` for a task, its weights drawn from the seed.
+
+    Example:
+        >>> model = make_model("frac", TASKS["compression"], seed=0)
+        >>> logits = model(torch.zeros(2, 32, dtype=torch.long))
+    """
+    if name not in DESIGNS:
+        raise ValueError(f"name must be one of {', '.join(DESIGNS)}, got {name!r}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if task.kind == "compression":
+            return AutoEncoder(DESIGNS[name], task.vocab_size, task.seq_len)
+        return LanguageModel(DESIGNS[name], task.vocab_size)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
