@@ -143,12 +143,7 @@ class Mamba3(nn.Module):
         tail = rate.clamp_min(0) + (1 - rate.clamp_max(0)).reciprocal()
         now = dt * trap.sigmoid()
         last = dt - now
-        theta = math.pi * angle.to(dtype).tanh()[:, None] * dt[..., None]
-        # Summed in float64 and kept in one turn: over a long sequence there are thousands.
-        theta = theta.double().cumsum(2)
-        if state is not None:
-            theta = theta + state.theta[:, :, None]
-        theta = theta.remainder(2 * math.pi).to(dtype)
+        theta = self._theta(angle.to(dtype), dt, state)
         k = _turn(self.B_norm(b).to(dtype)[:, None] + self.B_bias, theta)
         first = None
         if state is not None:
@@ -163,6 +158,16 @@ class Mamba3(nn.Module):
             theta,
             first,
         )
+
+    def _theta(self, angle: Tensor, dt: Tensor, state: Mamba3State | None) -> Tensor:
+        """Angles (B, H, T, A) so far, in [0, 2 pi), from those (B, T, A) of the tokens."""
+        step = math.pi * angle.tanh().mT[:, None] * dt[:, :, None]
+        # Summed in float64, because there are thousands of turns in a long sequence; along the
+        # last axis, because along another a GPU sums token by token.
+        theta = step.double().cumsum(-1)
+        if state is not None:
+            theta = theta + state.theta[..., None]
+        return theta.remainder(2 * math.pi).to(angle.dtype).mT.contiguous()
 
     def _check(self, x: Tensor, state: Mamba3State | None) -> None:
         check_input(x, self.hidden_size)

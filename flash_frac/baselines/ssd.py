@@ -55,7 +55,7 @@ def ssd(
     num_tokens = q.shape[2]
     chunk = chunk_length(num_tokens)
     q, k, v, log_decay = (split_chunks(x, dim=2, chunk=chunk) for x in (q, k, v, log_decay))
-    since_start = log_decay.cumsum(3)
+    since_start = log_decay.mT.cumsum(-1).mT
     inner = _within_chunks(q, k, v, since_start, diagonal=diagonal)
     to_end = (since_start[:, :, :, -1:] - since_start).exp()
     added = (k.mT @ (v * to_end[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
@@ -86,8 +86,9 @@ def _within_chunks(
 
 def ssd_state(k: Tensor, v: Tensor, log_decay: Tensor, *, state: Tensor | None = None) -> Tensor:
     """The last state of `ssd`, by one product over time; arguments as there."""
-    # Summed from the end, where the weights are large, so that they are exact where they matter.
-    to_end = log_decay.flip(2).cumsum(2).flip(2)
+    # Summed from the end, where the weights are large, so that they are exact where they matter;
+    # along the last axis, because along another a GPU sums token by token.
+    to_end = log_decay.mT.flip(-1).cumsum(-1).flip(-1).mT
     weight = F.pad(to_end[:, :, 1:], (0, 0, 0, 1)).exp()
     added = (k.mT @ (v * weight[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
     if state is None:

@@ -76,7 +76,7 @@ def test_gated_deltanet_of_fla(num_tokens, tolerance):
     assert distance(theirs(x)[0], ours(x)[0]) <= tolerance
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "frac"])
 def test_a_gpu_computes_what_a_cpu_does(name):
     mixer, x = make_mixer(name, 32, num_heads=4, head_dim=16), torch.randn(2, 150, 32)
     y, state = mixer(x)

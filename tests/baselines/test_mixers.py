@@ -85,6 +85,29 @@ def test_float32_is_as_exact_as_the_recurrence(case):
         assert (a - c).abs().max() <= 2 * ((b - c).abs().max() + rounding)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_repeated_for_long(case):
+    """All keys equal, as in a long background: float32 stays as close as the recurrence does."""
+    narrow = mixer_of(case, torch.float32)
+    x = torch.randn(1, 1, WIDTH).expand(2, 400, -1)
+    reference = reference_of(case)
+    exact = reference(copy.deepcopy(narrow).double(), x.double())[0]
+    error, plain = ((y - exact).abs().max() for y in (narrow(x)[0], reference(narrow, x)[0]))
+    assert error <= 2 * (plain + 4 * torch.finfo(torch.float32).eps * exact.abs().max())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "attention" not in case])
+def test_forgetting_at_once_is_finite(case):
+    """Decays of exp(-100) a token: no infinity meets a zero, in values or in gradients."""
+    mixer = mixer_of(case, torch.float32)
+    torch.nn.init.constant_(mixer.dt_bias, 100.0)
+    x = torch.randn(2, 130, WIDTH)
+    y, state = mixer(x)
+    y.sum().backward()
+    found = [y, *tensors(state), *tensors(absorb(mixer, x)), *(p.grad for p in mixer.parameters())]
+    assert all(tensor.isfinite().all() for tensor in found)
+
+
 @pytest.mark.parametrize("case", NAMES)
 def test_pieces_are_the_whole(case):
     mixer = mixer_of(case)
