@@ -31,6 +31,9 @@ def requirements() -> list[Finding]:
     """Whether what pyproject.toml asks for is there, as the installed package records it."""
     from packaging.requirements import Requirement
 
+    if version_of("flash-frac") is None:
+        found = "not known: this is not an installed package but its sources"
+        return [Finding("requirements", "warning", found, "in the sources: pip install -e .")]
     absent: dict[str, list[str]] = {}
     bad: list[tuple[str, str]] = []
     for line in importlib.metadata.requires("flash-frac") or []:

@@ -5,9 +5,10 @@ form in float64, the operator passes if
 
     |x - e| / |e| <= 2 (|r - e| / |e| + eps / 2),
 
-the rule of this project's tests. For the Triton scan r is the torch backend, which itself is held
-against the recurrence. The error of a few numbers is a matter of luck in either form, so errors are
-root mean squares over several draws.
+the rule of this project's tests, with the eps of the coarsest input: tensor cores that multiply
+bfloat16 numbers take their weights in bfloat16 too, whatever the dtype of the sum. For the Triton
+scan r is the torch backend, which itself is held against the recurrence. The error of a few numbers
+is a matter of luck in either form, so errors are root mean squares over several draws.
 Letters: B batch, T time, H heads, D head channels, M modes, I = H D, E width, V vocabulary.
 """
 
@@ -65,13 +66,11 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
         if not dtypes:
             continue
         interpreted = backend == "triton" and device == "cpu"
-        # Many heads, because du of the torch backend has rare errors far above the usual: of 128
-        # heads, its error was 0.6 to 0.9 of the allowed; of 2, in one of ten seeds above it.
-        heads, lengths = (2, [1, 0, 12, 7]) if interpreted else (64, [1, 0, 63, 36])
-        packed = partial(scan, time=sum(lengths), heads=heads, lengths=lengths)
-        scans = [partial(scan, time=20 if interpreted else 100, heads=heads)] * 3
+        lengths = [1, 0, 12, 7] if interpreted else [1, 0, 63, 36]
+        packed = partial(scan, time=sum(lengths), lengths=lengths)
+        scans = [partial(scan, time=20 if interpreted else 100)] * 3
         if not quick and not interpreted:
-            scans.append(partial(scan, time=1000, heads=16))
+            scans.append(partial(scan, time=1000))
         cases = {
             "scan": scans,
             "packed scan": [packed] * 3,
@@ -161,27 +160,28 @@ def errors(case: Case, normal: Callable[..., Tensor]) -> dict[str, tuple[float, 
     reference, got = (results(f, double=False) for f in (case.reference, case.operator))
     names = [*case.names, *(f"the gradient of {name}" for name in case.inputs)]
     largest, found = max(x.numel() for x in exact), {}
+    eps = max(torch.finfo(x.dtype).eps for x in case.inputs.values())
     for name, x, r, e in zip(names, got, reference, exact, strict=True):
         if x.dtype != r.dtype or x.shape != r.shape:
             raise ValueError(f"{name} must be {r.dtype} {tuple(r.shape)}, got {x.dtype} {x.shape}")
         # A few numbers, each a sum of many terms that cancel: rounding is that of the terms, whose
         # sizes add up like the steps of a random walk.
         terms = largest / x.numel() if x.numel() < 64 else 1
-        rounding = torch.finfo(x.dtype).eps / 2 * math.sqrt(terms)
+        rounding = eps / 2 * math.sqrt(terms)
         found[name] = (relative_error(x, e), relative_error(r, e), rounding)
     return found
 
 
-def scan(draw: Draw, *, time: int, heads: int, lengths: list[int] | None = None) -> Case:
+def scan(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
     """A row, or sequences packed in one, from a state."""
-    sizes = (1, time, heads, MODES, CHANNELS)
+    sizes = (1, time, HEADS, MODES, CHANNELS)
     inputs = random_inputs(
         *sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device, rho_eps=1e-6
     )
     cu_seqlens = None
     if lengths is not None:
         cu_seqlens = torch.tensor([0, *lengths], device=draw.device).cumsum(0)
-    state = draw.normal(len(lengths or [time]), heads, MODES, CHANNELS).float()
+    state = draw.normal(len(lengths or [time]), HEADS, MODES, CHANNELS).float()
 
     def of(backend: str) -> Callable[..., Any]:
         return lambda *x: frac_scan(

@@ -57,6 +57,12 @@ def _decay_between(l_XCM: Tensor) -> Tensor:
     return (l_XCM[:, :, None] - l_XCM[:, None]).clamp_max_(0).exp_()
 
 
+def _decay_to_end(log_decay_BNHCM: Tensor) -> Tensor:
+    """Decay of each token's write until the end of its chunk, summed from there."""
+    later = F.pad(log_decay_BNHCM[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2).exp_()
+
+
 def _pieces(l_XCM: Tensor) -> list[slice]:
     num, C, M = l_XCM.shape
     elements = PIECE_CPU if l_XCM.device.type == "cpu" else PIECE_GPU
@@ -135,7 +141,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, the states after all sequences, gamma, and the states before all chunks."""
     l_ = log_decay.cumsum(3)
-    to_end = (l_[..., -1:, :] - l_).exp()
+    to_end = _decay_to_end(log_decay)
     gamma = _mix(*(x.flatten(0, 2) for x in (read, write, l_))).unflatten(0, u.shape[:3])
     increment = (write * to_end).transpose(-1, -2) @ u
     before, final = _states_before(increment, l_[..., -1, :], initial, layout)
@@ -156,7 +162,7 @@ def _backward(
     """Gradients of u, read, write, log_decay and the initial states."""
     lead, dy = u.shape[:3], dy.contiguous()
     l_ = log_decay.cumsum(3)
-    from_start, to_end = l_.exp(), (l_[..., -1:, :] - l_).exp()
+    from_start, to_end = l_.exp(), _decay_to_end(log_decay)
     # The gradient of the state after each chunk is the same scan, run from the right.
     increment = (read * from_start).transpose(-1, -2) @ dy
     dafter, dinitial = _states_before(
