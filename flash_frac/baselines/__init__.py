@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from flash_frac.baselines.attention import Attention, AttentionState
+from flash_frac.baselines.frac import Frac
 from flash_frac.baselines.gated_deltanet import GatedDeltaNet
 from flash_frac.baselines.mamba2 import Mamba2
 from flash_frac.baselines.mamba3 import Mamba3, Mamba3State
-from flash_frac.layers import FracMixer
 
 MIXERS: dict[str, type[nn.Module]] = {
-    "frac": FracMixer,
+    "frac": Frac,
     "attention": Attention,
     "mamba2": Mamba2,
     "mamba3": Mamba3,
@@ -49,6 +49,7 @@ __all__ = [
     "MIXERS",
     "Attention",
     "AttentionState",
+    "Frac",
     "GatedDeltaNet",
     "Mamba2",
     "Mamba3",

@@ -5,7 +5,6 @@ Letters: B batch, T time, E width, H heads, D head channels, M modes.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,11 +30,12 @@ class Frac(FracMixer):
             backend=self.backend,
         )
         _, write, log_decay = self.controls(inner_x, u)
+        write, log_decay = (x.permute(0, 2, 3, 1) for x in (write, log_decay))
         # Sums from the end, which are small where weights are not; differences would lose digits.
-        to_end = log_decay.flip(1).cumsum(1).flip(1)
-        after = F.pad(to_end[:, 1:], (0, 0, 0, 0, 0, 1))
-        channels = u.unflatten(-1, (self.num_heads, -1)).to(write.dtype)
-        recurrent = torch.einsum("bthm,bthd->bhmd", write * after.exp(), channels)
+        to_end = log_decay.flip(-1).cumsum(-1).flip(-1)
+        weights = write * F.pad(to_end[..., 1:], (0, 1)).exp()
+        channels = u.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        recurrent = weights @ channels.to(weights.dtype)
         if state is not None:
-            recurrent = recurrent + to_end[:, 0, :, :, None].exp() * state.recurrent
+            recurrent = recurrent + to_end[..., :1].exp() * state.recurrent
         return MixerState(recurrent, window)
