@@ -14,12 +14,11 @@ few rows on a coarse grid, into a temporary folder unless --out names one.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from experiments.table import Table
 from flash_frac.ops.control import Prior, log_prior
 from flash_frac.provenance import git_commit, version_of
 from flash_frac.theory import (
@@ -40,8 +40,10 @@ from flash_frac.theory import (
 )
 
 HERE = Path(__file__).parent
-KEY = ("variant", "modes", "window", "alpha")
-COLUMNS = (*KEY, "error", "seconds", "commit", "python", "numpy", "scipy", "torch")
+COLUMNS = (
+    *("variant", "modes", "window", "alpha", "error", "seconds"),
+    *("commit", "python", "numpy", "scipy", "torch"),
+)
 # W1 is the window of the paper; W2 has room on both sides.
 WINDOWS = {"W1": PAPER_WINDOW, "W2": (1e-2, 1e6)}
 # Ends of the geometric bank of 16 modes that serve the simplex best on each window: the least mean
@@ -144,8 +146,15 @@ def key_of(variant: str, task: Task) -> tuple[str, ...]:
     return (variant, str(task.modes), task.window, f"{task.alpha:.2f}")
 
 
-def tasks(names: Sequence[str], alphas: Sequence[float], num_points: int) -> Iterator:
-    """(name, Task) of every row of the given variants."""
+def results(folder: Path) -> Table:
+    """The rows in a folder; variant, modes, window and alpha name one."""
+    return Table(folder / "results.csv", COLUMNS, num_key=4)
+
+
+def tasks(
+    names: Iterable[str], alphas: Iterable[float], num_points: int
+) -> Iterator[tuple[str, Task]]:
+    """Variant and task of every row of the given variants."""
     for name in names:
         for window in VARIANTS[name].windows:
             for modes in VARIANTS[name].modes:
@@ -164,35 +173,7 @@ def measure(variant: str, task: Task) -> dict[str, str]:
     return dict(zip(COLUMNS, values, strict=False))
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a results file; none if it is not there yet."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(
-                f"{path} must have the columns {', '.join(COLUMNS)}; delete it or choose another "
-                "folder with --out"
-            )
-        return list(reader)
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """All rows of the file, in the order of VARIANTS; there whole or not at all."""
-    order = {name: place for place, name in enumerate(VARIANTS)}
-    ordered = sorted(
-        rows, key=lambda r: (order[r["variant"]], r["window"], int(r["modes"]), r["alpha"])
-    )
-    draft = path.with_suffix(".draft")
-    with draft.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(ordered)
-    draft.replace(path)
-
-
-def summary(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """For each variant, window and M: the mean and the largest error over the orders."""
     groups: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
@@ -213,28 +194,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="three orders on a coarse grid")
     parser.add_argument("--commit", help="what to record where there is no git")
     options = parser.parse_args(arguments)
-    out = options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.csv"
+    table = results(options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE))
     # Before the first row is written: from then on the tree differs from its commit.
     made_with = {
         "commit": options.commit or git_commit() or "unknown",
         "python": platform.python_version(),
-        **{name: version_of(name) or "" for name in ("numpy", "scipy", "torch")},
+        **{name: version_of(name) for name in ("numpy", "scipy", "torch")},
     }
-    rows = read_rows(path)
-    done = {tuple(row[name] for name in KEY) for row in rows}
     alphas, num_points = ((0.1, 0.5, 0.9), 200) if options.smoke else (PAPER_ALPHAS, 2000)
     todo = [
         (name, task)
         for name, task in tasks(options.variants, alphas, num_points)
-        if key_of(name, task) not in done
+        if key_of(name, task) not in table
     ]
-    print(f"{len(todo)} rows to compute, {len(rows)} in {path}", flush=True)
+    print(f"{len(todo)} rows to compute, {len(table.rows)} in {table.path}", flush=True)
     for name, task in todo:
-        rows.append(measure(name, task) | made_with)
-        write_rows(path, rows)
-    print("\n".join(summary(read_rows(path))))
+        table.append([measure(name, task) | made_with])
+    print("\n".join(summary(table.rows.values())))
 
 
 if __name__ == "__main__":
