@@ -1,0 +1,94 @@
+"""From the rows of all runs to one number for each task and model.
+
+Of the sweep over learning rates and weight decays the pair counts whose mean score over seeds is
+best, as in the paper; the spread is the standard deviation over the seeds of that pair.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from experiments.madlab.settings import Protocol
+
+PAPER = {
+    "mamba2": {
+        "compression": (88.3, 0.2),
+        "fuzzy-in-context-recall": (7.2, 0.3),
+        "memorization": (99.9, 0.1),
+        "selective-copying": (99.9, 0.1),
+    },
+    "gated_deltanet": {
+        "compression": (88.9, 0.1),
+        "fuzzy-in-context-recall": (9.7, 0.2),
+        "memorization": (98.8, 0.1),
+        "selective-copying": (99.9, 0.1),
+    },
+    "mamba3": {
+        "compression": (89.1, 0.2),
+        "fuzzy-in-context-recall": (10.1, 0.4),
+        "memorization": (100.0, 0.0),
+        "selective-copying": (100.0, 0.0),
+    },
+    "frac": {
+        "compression": (90.4, 0.2),
+        "fuzzy-in-context-recall": (11.5, 0.2),
+        "memorization": (99.9, 0.1),
+        "selective-copying": (99.9, 0.1),
+    },
+}
+"""Accuracy in percent and its spread, by model and task, in the paper's table."""
+
+
+class Score(NamedTuple):
+    """Mean and spread in percent over the seeds of the best pair, and the pair itself."""
+
+    mean: float
+    spread: float
+    num_seeds: int
+    lr: float
+    weight_decay: float
+
+
+def score_column(protocol: Protocol) -> str:
+    """The column of results.csv that a protocol is about."""
+    return f"{'last' if protocol.select == 'last' else 'best'}_{protocol.average}"
+
+
+def best_scores(
+    rows: Iterable[Mapping[str, str]], protocol: Protocol, *, epochs: int | None = None
+) -> dict[tuple[str, str], Score]:
+    """Scores by (task, model), of the rows with the protocol's schedule and number of epochs.
+
+    `epochs`, if given, takes the place of the protocol's.
+    """
+    epochs = epochs or protocol.epochs
+    runs: dict[tuple[str, str], dict[tuple[float, float], list[float]]] = {}
+    for row in rows:
+        if row["lr_schedule"] != protocol.lr_schedule or int(row["epochs"]) != epochs:
+            continue
+        pair = float(row["lr"]), float(row["weight_decay"])
+        pairs = runs.setdefault((row["task"], row["model"]), {})
+        pairs.setdefault(pair, []).append(100 * float(row[score_column(protocol)]))
+    return {key: max(_scores(pairs), key=lambda score: score.mean) for key, pairs in runs.items()}
+
+
+def _scores(pairs: Mapping[tuple[float, float], list[float]]) -> Iterator[Score]:
+    # A pair that has fewer seeds than another is not finished, and its mean not comparable.
+    most = max(map(len, pairs.values()))
+    for pair, values in pairs.items():
+        if len(values) == most:
+            spread = statistics.stdev(values) if most > 1 else 0.0
+            yield Score(statistics.mean(values), spread, most, *pair)
+
+
+def lines(scores: Mapping[tuple[str, str], Score]) -> Iterator[str]:
+    """The scores as text, the paper's beside them."""
+    for (task, model), score in scores.items():
+        paper = PAPER.get(model, {}).get(task)
+        beside = "" if paper is None else f"  paper {paper[0]:5.1f} ± {paper[1]}"
+        yield (
+            f"{task:24} {model:15} {score.mean:5.1f} ± {score.spread:.1f} over {score.num_seeds} "
+            f"seeds, lr {score.lr:g}, weight decay {score.weight_decay:g}{beside}"
+        )
