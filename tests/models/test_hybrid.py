@@ -5,8 +5,10 @@ differ by roundings of float32: `close` has assert_close's tolerances of that ty
 """
 
 import json
+import re
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -383,6 +385,14 @@ def test_flops_are_those_of_matrix_products(model):
             linear(linear.weight.new_zeros(40, linear.in_features))
     attention = counter.get_total_flops() // 40
     assert counts[0] - counts[1] == counts[1] - counts[2] == frac - attention
+
+
+def test_the_document_runs():
+    document = Path(__file__).parents[2] / "docs" / "hybrid.md"
+    (block,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(block, "docs/hybrid.md", "exec"), names)
+    assert torch.equal(names["text"], greedy_by_hand(names["model"], names["prompt"], 20))
 
 
 @pytest.mark.parametrize(

@@ -395,3 +395,21 @@ def test_a_vocabulary_that_does_not_fit(write_recipe):
 def test_too_little_text_for_a_batch(write_recipe):
     with pytest.raises(ValueError, match="fewer than one batch of 2"):
         train(load_recipe(write_recipe(sequence_length=20_000)))
+
+
+def test_hybrid_models(write_recipe, tmp_path):
+    """Attention layers train on packed documents; states of lanes cannot be carried for them."""
+    recipe = write_recipe(separate_documents=True, memory_law_steps=3, peak_tflops=1.0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_layers": [1]}))
+    train(load_recipe(recipe))
+    seen = losses(tmp_path / "run")
+    assert seen[-1][1] < seen[0][1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    names = decayed_parameters(model)
+    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert "model.layers.1.self_attn.q_norm.weight" not in names
+    stateful = load_recipe(recipe, ["--stateful", "true", "--output_dir", str(tmp_path / "other")])
+    with pytest.raises(ValueError, match="stateful must be false for a model with attention_laye"):
+        train(stateful)
