@@ -141,6 +141,17 @@ def _say(text: str) -> None:
     print(text, end="", flush=True)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(context: typer.Context, checkpoint: Checkpoint) -> None:
+    """Answer OpenAI's API over HTTP: frac serve CHECKPOINT [--any_option_of_transformers_serve].
+
+    Such as --host, --port, --device, --dtype; `transformers serve --help` has them all.
+    """
+    from flash_frac.serving import serve as run
+
+    run(checkpoint, context.args)
+
+
 @app.command()
 def inspect(
     checkpoint: Checkpoint,

@@ -14,8 +14,8 @@ SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 # Packages from the ground up; each may import what stands before it.
 LAYERS = [
     *("extras", "provenance", "drawing", "theory", "ops", "layers", "baselines", "models"),
-    *("sampling", "generation", "stream", "terminal", "inspect", "doctor", "data", "evals"),
-    *("train", "quickstart", "cli"),
+    *("sampling", "generation", "stream", "terminal", "serving", "inspect", "doctor", "data"),
+    *("evals", "train", "quickstart", "cli"),
 ]
 
 

@@ -22,7 +22,11 @@ def test_code_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/maths.md", "docs/log.md"]
+    "document",
+    [
+        *("README.md", "CONTRIBUTING.md", "docs/maths.md", "docs/log.md"),
+        *("docs/hybrid.md", "docs/serving.md"),
+    ],
 )
 def test_paths_exist(document):
     text = (ROOT / document).read_text()
