@@ -20,31 +20,36 @@ def _perplexity(key: str, column: str) -> Metric:
     )
 
 
-def _choice(name: str, column: str, *, split: str, normed: bool = False) -> Task:
+def _choice(name: str, column: str, folder: str, *, split: str, normed: bool = False) -> Task:
     key, unit = ("acc_norm", "acc_n") if normed else ("acc", "acc")
     metric = Metric(key=f"{key},none", column=column, unit=unit)
-    return Task(name=name, metrics=(metric,), splits=(split,))
+    return Task(name=name, metrics=(metric,), splits=(split,), folder=folder)
 
 
 SUITE = Suite(
     name="lm",
     title="LM Harness",
     tasks=(
-        Task(name="wikitext", metrics=(_perplexity("word_perplexity", "Wiki."),)),
+        Task(
+            name="wikitext",
+            metrics=(_perplexity("word_perplexity", "Wiki."),),
+            folder="wikitext",
+        ),
         Task(
             name="lambada_openai",
+            folder="lambada",
             metrics=(
                 _perplexity("perplexity", "LMB."),
                 Metric(key="acc,none", column="LMB.", unit="acc"),
             ),
         ),
-        _choice("piqa", "PIQA", split="validation"),
-        _choice("hellaswag", "Hella.", split="validation", normed=True),
-        _choice("winogrande", "Wino.", split="validation"),
-        _choice("arc_easy", "ARC-e", split="test"),
-        _choice("arc_challenge", "ARC-c", split="test", normed=True),
-        _choice("openbookqa", "OBQA", split="test", normed=True),
-        _choice("boolq", "BoolQ", split="validation"),
+        _choice("piqa", "PIQA", "piqa", split="validation"),
+        _choice("hellaswag", "Hella.", "hellaswag", split="validation", normed=True),
+        _choice("winogrande", "Wino.", "winogrande", split="validation"),
+        _choice("arc_easy", "ARC-e", "arc", split="test"),
+        _choice("arc_challenge", "ARC-c", "arc", split="test", normed=True),
+        _choice("openbookqa", "OBQA", "openbookqa", split="test", normed=True),
+        _choice("boolq", "BoolQ", "super_glue/boolq", split="validation"),
     ),
     # What lm-eval gives to a model that states no length of its own, as Mamba's numbers were made.
     max_length=2048,

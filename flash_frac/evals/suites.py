@@ -57,6 +57,7 @@ class Task:
         metrics: the columns it fills.
         splits: splits it needs; the first is the one that is scored, any other is for examples.
         config: fields laid over lm-eval's configuration of the task.
+        folder: where lm-eval keeps it, below its tasks; all are searched by default, for seconds.
         yaml: a configuration of our own, instead of lm-eval's of that name.
     """
 
@@ -64,6 +65,7 @@ class Task:
     metrics: tuple[Metric, ...]
     splits: tuple[str, ...] = ("test",)
     config: Mapping[str, Any] = field(default_factory=dict)
+    folder: str | None = None
     yaml: Path | None = None
 
     def files(self, folder: Path) -> dict[str, Path]:
@@ -110,8 +112,10 @@ class Request:
     seed: int = 0
 
 
-# Measures one unit: the numbers by key. "num_examples" among them is shown beside the others.
-Measure = Callable[[Request], Mapping[str, float]]
+# Measures one unit: numbers by key, "num_examples" among them, and whatever else is to be kept.
+Measure = Callable[[Request], Mapping[str, Any]]
+# Writes the local files of a suite into a folder, from the hub; returns what it has written.
+Prepare = Callable[[Path], list[Path]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,8 @@ class Suite:
         num_fewshot: examples before each question.
         paper: rows of the paper's table, a number for each column in order, the average last.
         measure: how a unit is measured; through lm-eval by default.
+        prepare: how its local files are written; from the datasets that lm-eval names by default.
+        local: the local files that a unit needs; <task>.jsonl by default.
     """
 
     name: str
@@ -138,6 +144,8 @@ class Suite:
     num_fewshot: int = 0
     paper: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     measure: Measure | None = None
+    prepare: Prepare | None = None
+    local: Callable[[Path, Task], list[Path]] | None = None
 
     def __post_init__(self) -> None:
         columns = sum(len(task.metrics) for task in self.tasks)
@@ -162,6 +170,12 @@ class Suite:
         chosen = [task for task in self.tasks if not names or task.name in names]
         every = tuple(sorted(set(lengths or self.lengths))) or (None,)
         return tuple(Unit(task=task, length=length) for task in chosen for length in every)
+
+    def files(self, data_dir: Path, task: Task) -> list[Path]:
+        """Local files that a task needs."""
+        if self.local is not None:
+            return self.local(data_dir / self.name, task)
+        return list(task.files(data_dir / self.name).values())
 
     def tokens(self, unit: Unit) -> int:
         """How many tokens the model is given at most for this unit."""
