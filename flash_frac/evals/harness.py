@@ -1,0 +1,127 @@
+"""Tasks of lm-evaluation-harness: built from its own configurations, and measured by it.
+
+Prompts, scores and averages are lm-eval's. Only where the examples come from may differ: local
+files take the place of a dataset of the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flash_frac.evals.offline import read_rows
+from flash_frac.evals.suites import Request, Task
+from flash_frac.extras import require
+
+
+def _lm_eval(part: str) -> Any:
+    return require(f"lm_eval.{part}", "eval", "frac eval")
+
+
+@cache
+def _index(folder: str | None) -> Any:
+    manager = _lm_eval("tasks").TaskManager
+    if folder is None:
+        return manager()
+    root = Path(_lm_eval("tasks").__file__).parent
+    return manager(include_path=str(root / folder), include_defaults=False)
+
+
+def configuration(task: Task) -> dict[str, Any]:
+    """lm-eval's configuration of a task, or our own, with `task.config` laid over it."""
+    path = task.yaml
+    if path is None:
+        index = _index(task.folder).task_index
+        if task.name not in index:
+            raise ValueError(f"lm-eval has no task {task.name} in {task.folder or 'its folders'}")
+        path = index[task.name].yaml_path
+    loaded = _lm_eval("tasks._yaml_loader").load_yaml(path, resolve_func=True)
+    config = {**loaded, **task.config, "task": task.name}
+    for key in ("tag", "group"):
+        config.pop(key, None)
+    return config
+
+
+def build(request: Request, rows: Callable[..., Mapping[str, Any]] | None = None) -> Any:
+    """The task of a request as lm-eval's object, with its examples.
+
+    Args:
+        request: what is to be measured.
+        rows: makes the examples, {split: dataset}; else they are read from the local files of
+            `request.data_dir`, or downloaded if there is no such folder.
+    """
+    task = request.unit.task
+    config = configuration(task)
+    if rows is None and request.data_dir is not None:
+        folder = request.data_dir / request.suite.name
+        splits = {split: read_rows(path) for split, path in task.files(folder).items()}
+        config |= {f"{kind}_split": None for kind in ("training", "validation", "test")}
+        config |= {_role(task, split): split for split in splits}
+        config["dataset_kwargs"] = None
+        rows = Rows(splits)
+    if rows is not None:
+        config["custom_dataset"] = rows
+    try:
+        return _lm_eval("api.task").ConfigurableTask(config=config)
+    except ConnectionError as error:
+        raise ValueError(
+            f"task {task.name} cannot be downloaded ({error}); give local files by --data-dir, "
+            "which `frac eval prepare` writes on a machine with a network"
+        ) from error
+
+
+def _role(task: Task, split: str) -> str:
+    """The field of a configuration in which a split is named."""
+    roles = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
+    if split not in roles:
+        raise ValueError(f"splits of task {task.name} must be of {list(roles)}, got {split!r}")
+    return roles[split]
+
+
+class Rows:
+    """Makes the datasets of a task from rows; lm-eval calls it with its metadata."""
+
+    def __init__(self, splits: Mapping[str, list[dict[str, Any]]]) -> None:
+        self.splits = splits
+
+    def __call__(self, **unused: Any) -> dict[str, Any]:
+        dataset = require("datasets", "eval", "frac eval").Dataset
+        return {split: dataset.from_list(rows) for split, rows in self.splits.items()}
+
+    # lm-eval copies and prints configurations.
+    def __deepcopy__(self, memo: Any) -> Rows:
+        return self
+
+    def __repr__(self) -> str:
+        return f"local rows of {', '.join(self.splits)}"
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure a unit through lm-eval: its numbers by lm-eval's names, and "num_examples".
+
+    Example: `measure(Request(lm=lm, suite=suite, unit=suite.units()[0]))["acc,none"]`
+    """
+    return measure_task(request, build(request))
+
+
+def measure_task(request: Request, task: Any) -> dict[str, Any]:
+    """The same, of a task that is already built."""
+    name = request.unit.task.name
+    output = _lm_eval("evaluator").simple_evaluate(
+        model=request.lm,
+        tasks=[task],
+        num_fewshot=request.suite.num_fewshot,
+        limit=request.limit,
+        task_manager=_lm_eval("tasks").TaskManager(include_defaults=False),
+        log_samples=False,
+        random_seed=request.seed,
+    )
+    found = output["results"][name]
+    numbers = {key: value for key, value in found.items() if isinstance(value, float | int)}
+    return {
+        **{key: float(value) for key, value in numbers.items() if "," in key},
+        "num_examples": output["n-samples"][name]["effective"],
+        "version": output["versions"][name],
+    }

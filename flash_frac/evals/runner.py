@@ -1,0 +1,263 @@
+"""Run suites on a checkpoint: each result kept as it comes, so that a run can be taken up again.
+
+    OUT/<suite>/<unit>.json     one result, with the settings it was measured with
+    OUT/results.json            all of them
+    OUT/results.md              the paper's tables with a row for this model
+
+A result that is there is not measured again; one of other settings or another model is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flash_frac.evals import harness
+from flash_frac.evals.offline import fingerprints, how_to_get, missing_files, no_downloads
+from flash_frac.evals.suites import SUITES, Request, Suite, Unit
+from flash_frac.evals.tables import markdown
+from flash_frac.evals.write import write_json, write_text
+from flash_frac.extras import require
+from flash_frac.provenance import provenance, version_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How suites are run.
+
+    Args:
+        suites: names of suites.
+        tasks: only these tasks of them; all by default.
+        lengths: instead of the suites' own.
+        data_dir: folder of local files; nothing is downloaded then.
+        skip_missing: leave out tasks whose local files are missing, where that is an error.
+        limit: only so many examples of each task, for a try; such numbers mean little.
+        max_length: tokens the model is given at most, instead of the suites' own.
+        truncate: cut the beginning off what is longer, and say how often, where that is an error.
+        batch_size: a number, or "auto".
+        seed: of whatever is drawn.
+    """
+
+    suites: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    data_dir: Path | None = None
+    skip_missing: bool = False
+    limit: int | None = None
+    max_length: int | None = None
+    truncate: bool = False
+    batch_size: int | str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.suites if name not in SUITES]
+        if unknown or not self.suites:
+            raise ValueError(f"suites must be of {', '.join(SUITES)}; got {unknown or 'none'}")
+        known = {task.name for name in self.suites for task in SUITES[name].tasks}
+        strange = [name for name in self.tasks if name not in known]
+        if strange:
+            raise ValueError(f"tasks must be of {', '.join(sorted(known))}; got {strange}")
+        numbers = {"limit": self.limit, "max_length": self.max_length}
+        numbers |= {f"lengths[{n}]": length for n, length in enumerate(self.lengths)}
+        for name, value in numbers.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.lengths and not any(SUITES[name].lengths for name in self.suites):
+            raise ValueError(f"lengths were given, but {', '.join(self.suites)} has no lengths")
+
+    def units(self, suite: Suite) -> tuple[Unit, ...]:
+        """What of a suite is to be measured."""
+        names = tuple(task.name for task in suite.tasks if task.name in self.tasks)
+        if self.tasks and not names:
+            return ()
+        return suite.units(names, self.lengths if suite.lengths else ())
+
+
+def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) -> dict[str, Any]:
+    """Measure a checkpoint, or take up such a run; returns what is written to OUT/results.json.
+
+    Args:
+        checkpoint: folder or hub id of any causal language model.
+        out: folder of the results.
+        settings: what to measure, and how.
+        lm: the model as lm-eval wants it, if it is in memory already.
+
+    Example:
+        >>> settings = Settings(suites=("lm",), tasks=("piqa",), data_dir=Path("data"))
+        >>> evaluate("runs/frac/final", Path("evals/frac"), settings)
+    """
+    require("lm_eval", "eval", "frac eval")
+    # Its warnings are about how one would call it by itself.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    plan = [
+        (SUITES[name], unit) for name in settings.suites for unit in settings.units(SUITES[name])
+    ]
+    plan = _available(plan, settings)
+    model = {"checkpoint": checkpoint, "weights": _weights(checkpoint)}
+    done = [_kept(out, suite, unit, settings, model) for suite, unit in plan]
+    with ExitStack() as stack:
+        if settings.data_dir is not None:
+            stack.enter_context(no_downloads())
+        for index, (suite, unit) in enumerate(plan):
+            where = f"[{index + 1}/{len(plan)}] {suite.name}/{unit.name}"
+            if done[index]:
+                print(f"{where}: kept from before")
+                continue
+            lm = lm or _load(checkpoint, settings)
+            record = _measure(where, lm, suite, unit, settings, model)
+            write_json(_place(out, suite, unit), record)
+            _report(out, checkpoint)
+    return _report(out, checkpoint)
+
+
+def _available(plan: list[tuple[Suite, Unit]], settings: Settings) -> list[tuple[Suite, Unit]]:
+    """The plan, when every local file is there; before anything is loaded."""
+    if settings.data_dir is None:
+        return plan
+    if not settings.data_dir.is_dir():
+        raise ValueError(f"--data-dir {settings.data_dir} is not a folder")
+    lacking: dict[str, list[Path]] = {}
+    kept = []
+    for suite, unit in plan:
+        missing = missing_files(settings.data_dir, suite, [unit.task])
+        lacking.setdefault(suite.name, []).extend(missing)
+        if not missing:
+            kept.append((suite, unit))
+    lacking = {name: list(dict.fromkeys(paths)) for name, paths in lacking.items() if paths}
+    lines = [
+        f"missing {', '.join(map(str, paths))}: {how_to_get(settings.data_dir, name)}"
+        for name, paths in lacking.items()
+    ]
+    if lines and not settings.skip_missing:
+        raise ValueError("; ".join([*lines, "or go without them by --skip-missing"]))
+    for line in lines:
+        print(f"left out, {line}")
+    if not kept:
+        raise ValueError(f"no task is left: --data-dir {settings.data_dir} has no file of them")
+    return kept
+
+
+def _load(checkpoint: str, settings: Settings) -> Any:
+    from flash_frac.evals.language_model import FracLM
+
+    try:
+        return FracLM(checkpoint, batch_size=settings.batch_size, truncate=settings.truncate)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+
+
+def _weights(checkpoint: str) -> str | None:
+    """A fingerprint of a folder's model: its configuration and the ends of its weights."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read())
+    return digest.hexdigest()[:16]
+
+
+def _place(out: Path, suite: Suite, unit: Unit) -> Path:
+    return out / suite.name / f"{unit.name}.json"
+
+
+def _conditions(suite: Suite, unit: Unit, settings: Settings) -> dict[str, Any]:
+    """All that a result depends on, beside the model."""
+    data: Any = "hub"
+    if settings.data_dir is not None:
+        data = fingerprints(suite.files(settings.data_dir, unit.task))
+    return {
+        "data": data,
+        "limit": settings.limit,
+        "max_length": settings.max_length or suite.tokens(unit),
+        "truncate": settings.truncate,
+        "num_fewshot": suite.num_fewshot,
+        "seed": settings.seed,
+    }
+
+
+def _kept(
+    out: Path, suite: Suite, unit: Unit, settings: Settings, model: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The result of before, if there is one; ValueError if it is of something else."""
+    place = _place(out, suite, unit)
+    if not place.is_file():
+        return None
+    record = json.loads(place.read_text("utf-8"))
+    now = {**_conditions(suite, unit, settings), "weights": model["weights"]}
+    before = {**record["conditions"], "weights": record["model"]["weights"]}
+    differ = [key for key in now if now[key] != before.get(key)]
+    if differ:
+        told = ", ".join(f"{key} {before.get(key)} there and {now[key]} now" for key in differ)
+        raise ValueError(
+            f"{place} has other conditions ({told}): delete it, or choose another --out"
+        )
+    return record
+
+
+def _measure(
+    where: str, lm: Any, suite: Suite, unit: Unit, settings: Settings, model: dict[str, Any]
+) -> dict[str, Any]:
+    conditions = _conditions(suite, unit, settings)
+    print(f"{where}: at most {conditions['max_length']:,} tokens", flush=True)
+    lm.allow(conditions["max_length"])
+    request = Request(
+        lm=lm,
+        suite=suite,
+        unit=unit,
+        data_dir=settings.data_dir,
+        limit=settings.limit,
+        seed=settings.seed,
+    )
+    start = time.perf_counter()
+    results = dict((suite.measure or harness.measure)(request))
+    results["num_truncated"] = results.get("num_truncated", 0) + lm.num_truncated
+    seconds = time.perf_counter() - start
+    shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
+    cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
+    print(f"{where}: {shown} on {results['num_examples']:,} examples{cut}, {seconds:.0f} s")
+    made_with = {**provenance(), "lm_eval": version_of("lm_eval")}
+    return {
+        "suite": suite.name,
+        "task": unit.task.name,
+        "length": unit.length,
+        "model": model,
+        "conditions": conditions,
+        "results": results,
+        "seconds": round(seconds, 1),
+        "made_with": made_with,
+    }
+
+
+def _report(out: Path, checkpoint: str) -> dict[str, Any]:
+    """Write results.json and results.md from all results in the folder."""
+    found: list[dict[str, Any]] = []
+    for name in SUITES:
+        if (out / name).is_dir():
+            suite = SUITES[name]
+            order = {task.name: n for n, task in enumerate(suite.tasks)}
+            records = [json.loads(p.read_text("utf-8")) for p in (out / name).glob("*.json")]
+            records = [record for record in records if record["task"] in order]
+            found += sorted(records, key=lambda r: (order[r["task"]], r["length"] or 0))
+    report = {"model": Path(checkpoint).name, "checkpoint": checkpoint, "units": found}
+    write_json(out / "results.json", report)
+    write_text(out / "results.md", markdown([report]))
+    return report
+
+
+def names_of(text: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Names from "a,b" or ["a", "b,c"], as a command line has them.
+
+    Example: `names_of(["lm,niah"]) == ("lm", "niah")`
+    """
+    parts = [text] if isinstance(text, str) else list(text or ())
+    return tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
