@@ -6,8 +6,11 @@ files take the place of a dataset of the hub.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +112,15 @@ def measure(request: Request) -> dict[str, Any]:
 def measure_task(request: Request, task: Any) -> dict[str, Any]:
     """The same, of a task that is already built."""
     name = request.unit.task.name
-    output = _lm_eval("evaluator").simple_evaluate(
-        model=request.lm,
-        tasks=[task],
-        num_fewshot=request.suite.num_fewshot,
-        limit=request.limit,
-        task_manager=_lm_eval("tasks").TaskManager(include_defaults=False),
-        log_samples=False,
-        random_seed=request.seed,
-    )
+    task.set_config(key="num_fewshot", value=request.suite.num_fewshot)
+    task.set_fewshot_seed(seed=request.seed)
+    random.seed(request.seed)
+    loaded = _lm_eval("tasks").TaskManager(include_defaults=False).load([task])
+    # Its bars go to the other stream; what it prints is about options that we do not have.
+    with redirect_stdout(StringIO()):
+        output = _lm_eval("evaluator").evaluate(
+            lm=request.lm, task_dict=loaded, limit=request.limit, log_samples=False
+        )
     found = output["results"][name]
     numbers = {key: value for key, value in found.items() if isinstance(value, float | int)}
     return {

@@ -143,16 +143,16 @@ def measure(request: Request) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path) -> list[Path]:
-    """Fetch Paul Graham's essays and NLTK's rules for sentences."""
+def prepare(data_dir: Path) -> list[Path]:
+    """Fetch Paul Graham's essays, and NLTK's rules for sentences."""
     rows = require("datasets", "eval", "frac eval prepare").load_dataset(
         "baber/paul_graham_essays", split="train"
     )
-    text = "\n".join(rows["text"])
+    folder = data_dir / "niah"
     require("nltk", "eval", "frac eval prepare").download(
         Path(_PUNKT).name, download_dir=str(folder / "nltk_data")
     )
-    return [write_text(folder / "essays.txt", text)]
+    return [write_text(folder / "essays.txt", "\n".join(rows["text"]))]
 
 
 def _task(number: int) -> Task:

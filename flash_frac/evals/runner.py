@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +219,8 @@ def _measure(
     )
     start = time.perf_counter()
     results = dict((suite.measure or harness.measure)(request))
-    results["num_truncated"] = results.get("num_truncated", 0) + lm.num_truncated
+    # Cut by the suite's own rule, or at the beginning.
+    results["num_truncated"] = results.get("num_cut", 0) + lm.num_truncated
     seconds = time.perf_counter() - start
     shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
     cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
@@ -248,16 +248,45 @@ def _report(out: Path, checkpoint: str) -> dict[str, Any]:
             records = [json.loads(p.read_text("utf-8")) for p in (out / name).glob("*.json")]
             records = [record for record in records if record["task"] in order]
             found += sorted(records, key=lambda r: (order[r["task"]], r["length"] or 0))
-    report = {"model": Path(checkpoint).name, "checkpoint": checkpoint, "units": found}
+    report = {"model": model_name(checkpoint), "checkpoint": checkpoint, "units": found}
     write_json(out / "results.json", report)
     write_text(out / "results.md", markdown([report]))
     return report
 
 
-def names_of(text: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Names from "a,b" or ["a", "b,c"], as a command line has them.
+def model_name(checkpoint: str) -> str:
+    """What a model is called in tables and as a folder of results.
 
-    Example: `names_of(["lm,niah"]) == ("lm", "niah")`
+    Example: `model_name("runs/frac-130m/final") == "frac-130m"`
     """
-    parts = [text] if isinstance(text, str) else list(text or ())
-    return tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
+    path = Path(checkpoint).resolve() if Path(checkpoint).is_dir() else Path(checkpoint)
+    # The folder of a run says more than the folder in it where `frac train` leaves its model.
+    return path.parent.name if path.name == "final" else path.name
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Names from a command line.
+
+    Example: `names_of("piqa, boolq") == ("piqa", "boolq")`
+    """
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def suite_names(text: str) -> tuple[str, ...]:
+    """Names of suites from a command line; "all" stands for every one."""
+    names = names_of(text)
+    return tuple(SUITES) if names == ("all",) else names
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Numbers from a command line, where K stands for 1024.
+
+    Example: `whole_numbers("--lengths", "512,4K") == (512, 4096)`
+    """
+    numbers = []
+    for name in names_of(text):
+        digits, thousands = name.upper().removesuffix("K"), name.upper().endswith("K")
+        if not digits.isdecimal():
+            raise ValueError(f"{option} must be whole numbers such as 512,4K; got {name!r}")
+        numbers.append(int(digits) * (1024 if thousands else 1))
+    return tuple(numbers)

@@ -114,7 +114,7 @@ class Request:
 
 # Measures one unit: numbers by key, "num_examples" among them, and whatever else is to be kept.
 Measure = Callable[[Request], Mapping[str, Any]]
-# Writes the local files of a suite into a folder, from the hub; returns what it has written.
+# Writes the local files of a suite below a root, from the hub; returns what it has written.
 Prepare = Callable[[Path], list[Path]]
 
 

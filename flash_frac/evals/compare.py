@@ -1,0 +1,135 @@
+"""Models side by side: needles found against length, and a figure of bars for each other suite.
+
+Rows of the paper stand in grey behind the models, where it has a table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+from flash_frac.evals.suites import Metric, Suite
+from flash_frac.evals.tables import columns, lengths, markdown, measured, numbers
+from flash_frac.evals.write import write_text
+
+COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
+
+
+def compare(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Draw and tabulate results of several models; returns the files written.
+
+    Args:
+        folders: of results, each with the results.json of `frac eval`.
+        out: folder for compare.md and one figure for each suite.
+
+    Example: `compare([Path("evals/frac"), Path("evals/mamba2")], Path("compare"))`
+    """
+    reports = [_load(folder) for folder in folders]
+    if len(reports) > len(COLOURS):
+        raise ValueError(f"at most {len(COLOURS)} models can be told apart, got {len(reports)}")
+    reports = _named_apart(reports, folders)
+    out.mkdir(parents=True, exist_ok=True)
+    written = [write_text(out / "compare.md", markdown(reports))]
+    for suite in measured(reports):
+        path = out / f"{suite.name}.svg"
+        if suite.lengths:
+            draw_lengths(path, reports, suite)
+        else:
+            draw_bars(path, reports, suite)
+        written.append(path)
+    return written
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
+    return json.loads(path.read_text("utf-8"))
+
+
+def _named_apart(
+    reports: Sequence[dict[str, Any]], folders: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Reports under names that differ: the model's, or else the folder's."""
+    names = [report["model"] for report in reports]
+    if len(set(names)) == len(names):
+        return list(reports)
+    return [
+        {**report, "model": folder.name} for report, folder in zip(reports, folders, strict=True)
+    ]
+
+
+def draw_lengths(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> None:
+    """A panel for each column of a suite: its number against the length, a line for each model."""
+    every, heads = lengths(reports, suite), [metric for _, metric in columns(suite)]
+    width = 1.2 + 2.7 * len(heads)
+    with figure_at(path, (width, 2.9), [1] * len(heads)) as (_, panels):
+        for index, (axes, metric) in enumerate(zip(panels, heads, strict=True)):
+            for report, colour in zip(reports, COLOURS, strict=False):
+                points = [(n, numbers(report, suite, n)[index]) for n in every]
+                known = [(n, value) for n, value in points if value is not None]
+                if known:
+                    axes.plot(*zip(*known, strict=True), "o-", color=colour, ms=4, clip_on=False)
+            _length_axis(axes, every)
+            axes.set(title=metric.column, xlabel="length, tokens")
+            _value_axis(axes, metric)
+        panels[0].set_ylabel(_unit(heads[0]))
+        _legend(panels[-1], [report["model"] for report in reports])
+
+
+def _length_axis(axes: Any, every: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    names = [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in every]
+    axes.set_xticks(every, names)
+    axes.minorticks_off()
+    axes.set_xlim(every[0] / 1.25, every[-1] * 1.25)
+
+
+def _value_axis(axes: Any, metric: Metric) -> None:
+    if metric.scale == 100:
+        axes.set_ylim(0, 103)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _unit(metric: Metric) -> str:
+    names = {"acc": "accuracy, %", "ppl": "perplexity"}
+    return names.get(metric.unit, metric.unit)
+
+
+def _legend(axes: Any, names: Sequence[str], paper: bool = False) -> None:
+    """Beside the axes: every model, also one without a number in this panel."""
+    for name, colour in zip(names, COLOURS, strict=False):
+        axes.plot([], [], color=colour, lw=3, label=name)
+    if paper:
+        axes.plot([], [], color=INK, lw=1.6, label="FRAC, paper")
+        axes.plot([], [], color=GREY, lw=0.9, label="others, paper")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def draw_bars(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> None:
+    """Bars for each column that is a share, a colour for each model; the paper's rows as dashes."""
+    shown = [n for n, (_, metric) in enumerate(columns(suite)) if metric.scale == 100]
+    heads = [columns(suite)[n][1] for n in shown]
+    rows = {report["model"]: numbers(report, suite) for report in reports}
+    size = 0.8 / max(len(rows), 1)
+    with figure_at(path, (1.8 + 0.8 * len(shown), 3.2)) as (_, (axes,)):
+        for place, column in enumerate(shown):
+            for numbered, row in enumerate(rows.values()):
+                if row[column] is not None:
+                    x = place - 0.4 + (numbered + 0.5) * size
+                    axes.bar(x, row[column], 0.92 * size, color=COLOURS[numbered])
+            for name, row in suite.paper.items():
+                colour, weight = (INK, 1.6) if name == "FRAC" else (GREY, 0.9)
+                axes.hlines(row[column], place - 0.44, place + 0.44, color=colour, lw=weight)
+        axes.set_xticks(range(len(shown)), [f"{m.column}\n{m.unit}" for m in heads])
+        axes.tick_params(axis="x", length=0)
+        axes.set(ylabel="%", title=suite.title, xlim=(-0.6, len(shown) - 0.4))
+        _value_axis(axes, heads[0])
+        axes.set_ylim(0, None)
+        _legend(axes, list(rows), bool(suite.paper))
