@@ -74,7 +74,7 @@ def draw_lengths(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) ->
                 if known:
                     axes.plot(*zip(*known, strict=True), "o-", color=colour, ms=4, clip_on=False)
             _length_axis(axes, every)
-            axes.set(title=metric.column, xlabel="length, tokens")
+            axes.set(title=_title(metric, heads), xlabel="length, tokens")
             _value_axis(axes, metric)
         panels[0].set_ylabel(_unit(heads[0]))
         _legend(panels[-1], [report["model"] for report in reports])
@@ -88,11 +88,14 @@ def _length_axis(axes: Any, every: Sequence[int]) -> None:
     axes.set_xlim(every[0] / 1.25, every[-1] * 1.25)
 
 
+def _title(metric: Metric, heads: Sequence[Metric]) -> str:
+    shared = sum(other.column == metric.column for other in heads) > 1
+    return f"{metric.column}, {metric.unit}" if shared else metric.column
+
+
 def _value_axis(axes: Any, metric: Metric) -> None:
     if metric.scale == 100:
         axes.set_ylim(0, 103)
-    else:
-        axes.set_ylim(bottom=0)
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
 
@@ -107,8 +110,8 @@ def _legend(axes: Any, names: Sequence[str], paper: bool = False) -> None:
     for name, colour in zip(names, COLOURS, strict=False):
         axes.plot([], [], color=colour, lw=3, label=name)
     if paper:
-        axes.plot([], [], color=INK, lw=1.6, label="FRAC, paper")
-        axes.plot([], [], color=GREY, lw=0.9, label="others, paper")
+        axes.plot([], [], "_", color=INK, ms=9, mew=2, label="FRAC, paper")
+        axes.plot([], [], "_", color=GREY, ms=9, mew=1, label="others, paper")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -117,19 +120,21 @@ def draw_bars(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> No
     shown = [n for n, (_, metric) in enumerate(columns(suite)) if metric.scale == 100]
     heads = [columns(suite)[n][1] for n in shown]
     rows = {report["model"]: numbers(report, suite) for report in reports}
-    size = 0.8 / max(len(rows), 1)
+    size = 0.66 / max(len(rows), 1)
     with figure_at(path, (1.8 + 0.8 * len(shown), 3.2)) as (_, (axes,)):
         for place, column in enumerate(shown):
             for numbered, row in enumerate(rows.values()):
                 if row[column] is not None:
                     x = place - 0.4 + (numbered + 0.5) * size
                     axes.bar(x, row[column], 0.92 * size, color=COLOURS[numbered])
-            for name, row in suite.paper.items():
-                colour, weight = (INK, 1.6) if name == "FRAC" else (GREY, 0.9)
-                axes.hlines(row[column], place - 0.44, place + 0.44, color=colour, lw=weight)
+            # Beside the bars, which would hide them; ours last, on top.
+            for name, row in sorted(suite.paper.items(), key=lambda item: item[0] == "FRAC"):
+                colour, weight = (INK, 2) if name == "FRAC" else (GREY, 1)
+                axes.plot(place + 0.36, row[column], "_", color=colour, ms=9, mew=weight)
         axes.set_xticks(range(len(shown)), [f"{m.column}\n{m.unit}" for m in heads])
         axes.tick_params(axis="x", length=0)
         axes.set(ylabel="%", title=suite.title, xlim=(-0.6, len(shown) - 0.4))
-        _value_axis(axes, heads[0])
-        axes.set_ylim(0, None)
+        axes.grid(axis="y", color=FAINT, lw=0.6)
+        axes.set_axisbelow(True)
+        axes.set_ylim(bottom=0)
         _legend(axes, list(rows), bool(suite.paper))

@@ -73,6 +73,12 @@ class FracLM(HFLM):
         self.num_truncated += len(too_long)
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
+        answers = [len(answer) for _, _, answer in requests]
+        if max(answers, default=0) > self.max_length:
+            raise ValueError(
+                f"an answer has {max(answers)} tokens, more than max_length = {self.max_length}, "
+                "and answers are not cut: raise --max-length (max_length)"
+            )
         # The last token is predicted, but never read.
         self._fit([len(c) + len(a) - 1 for _, c, a in requests], self.max_length)
         return super()._loglikelihood_tokens(requests, *args, **options)

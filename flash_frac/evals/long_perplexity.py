@@ -251,4 +251,5 @@ SUITE = Suite(
     lengths=(2048, 4096, 8192, 16384),
     measure=measure,
     prepare=prepare,
+    reads_files=True,
 )

@@ -151,4 +151,5 @@ SUITE = Suite(
     },
     measure=measure,
     prepare=prepare,
+    reads_files=True,
 )  # fmt: skip

@@ -286,4 +286,5 @@ SUITE = Suite(
     },
     measure=measure,
     prepare=prepare,
+    reads_files=True,
 )

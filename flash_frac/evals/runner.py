@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,11 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
     ]
     plan = _available(plan, settings)
     model = {"checkpoint": checkpoint, "weights": _weights(checkpoint)}
-    done = [_kept(out, suite, unit, settings, model) for suite, unit in plan]
+    where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
+    done = [
+        _kept(_place(out, suite, unit), _conditions(suite, unit, settings, where_data), model)
+        for suite, unit in plan
+    ]
     with ExitStack() as stack:
         if settings.data_dir is not None:
             stack.enter_context(no_downloads())
@@ -110,7 +115,16 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
                 print(f"{where}: kept from before")
                 continue
             lm = lm or _load(checkpoint, settings)
-            record = _measure(where, lm, suite, unit, settings, model)
+            conditions = _conditions(suite, unit, settings, where_data)
+            request = Request(
+                lm=lm,
+                suite=suite,
+                unit=unit,
+                data_dir=where_data[suite.name],
+                limit=settings.limit,
+                seed=settings.seed,
+            )
+            record = {"model": model, **_measure(where, request, conditions)}
             write_json(_place(out, suite, unit), record)
             _report(out, checkpoint)
     return _report(out, checkpoint)
@@ -169,13 +183,32 @@ def _place(out: Path, suite: Suite, unit: Unit) -> Path:
     return out / suite.name / f"{unit.name}.json"
 
 
-def _conditions(suite: Suite, unit: Unit, settings: Settings) -> dict[str, Any]:
+def _data_of(suite: Suite, settings: Settings, out: Path) -> Path | None:
+    """The folder of local files of a suite: as given, or else fetched, if it cannot do without."""
+    if settings.data_dir is not None or not suite.reads_files:
+        return settings.data_dir
+    folder = out / "data"
+    tasks = [unit.task for unit in settings.units(suite)]
+    if missing_files(folder, suite, tasks):
+        assert suite.prepare is not None
+        print(f"fetching the data of {suite.name} to {folder / suite.name}", flush=True)
+        try:
+            suite.prepare(folder)
+        except ConnectionError as error:
+            raise ValueError(
+                f"the data of suite {suite.name} cannot be fetched ({error}); give them by "
+                "--data-dir, which `frac eval prepare` writes on a machine with a network"
+            ) from error
+    return folder
+
+
+def _conditions(
+    suite: Suite, unit: Unit, settings: Settings, where_data: Mapping[str, Path | None]
+) -> dict[str, Any]:
     """All that a result depends on, beside the model."""
-    data: Any = "hub"
-    if settings.data_dir is not None:
-        data = fingerprints(suite.files(settings.data_dir, unit.task))
+    folder = where_data[suite.name]
     return {
-        "data": data,
+        "data": "hub" if folder is None else fingerprints(suite.files(folder, unit.task)),
         "limit": settings.limit,
         "max_length": settings.max_length or suite.tokens(unit),
         "truncate": settings.truncate,
@@ -184,15 +217,12 @@ def _conditions(suite: Suite, unit: Unit, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _kept(
-    out: Path, suite: Suite, unit: Unit, settings: Settings, model: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The result of before, if there is one; ValueError if it is of something else."""
-    place = _place(out, suite, unit)
+def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> bool:
+    """Whether a result is there; ValueError if it is of something else."""
     if not place.is_file():
-        return None
+        return False
     record = json.loads(place.read_text("utf-8"))
-    now = {**_conditions(suite, unit, settings), "weights": model["weights"]}
+    now = {**conditions, "weights": model["weights"]}
     before = {**record["conditions"], "weights": record["model"]["weights"]}
     differ = [key for key in now if now[key] != before.get(key)]
     if differ:
@@ -200,23 +230,13 @@ def _kept(
         raise ValueError(
             f"{place} has other conditions ({told}): delete it, or choose another --out"
         )
-    return record
+    return True
 
 
-def _measure(
-    where: str, lm: Any, suite: Suite, unit: Unit, settings: Settings, model: dict[str, Any]
-) -> dict[str, Any]:
-    conditions = _conditions(suite, unit, settings)
+def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[str, Any]:
+    suite, unit, lm = request.suite, request.unit, request.lm
     print(f"{where}: at most {conditions['max_length']:,} tokens", flush=True)
     lm.allow(conditions["max_length"])
-    request = Request(
-        lm=lm,
-        suite=suite,
-        unit=unit,
-        data_dir=settings.data_dir,
-        limit=settings.limit,
-        seed=settings.seed,
-    )
     start = time.perf_counter()
     results = dict((suite.measure or harness.measure)(request))
     # Cut by the suite's own rule, or at the beginning.
@@ -225,16 +245,14 @@ def _measure(
     shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
     cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
     print(f"{where}: {shown} on {results['num_examples']:,} examples{cut}, {seconds:.0f} s")
-    made_with = {**provenance(), "lm_eval": version_of("lm_eval")}
     return {
         "suite": suite.name,
         "task": unit.task.name,
         "length": unit.length,
-        "model": model,
         "conditions": conditions,
         "results": results,
         "seconds": round(seconds, 1),
-        "made_with": made_with,
+        "made_with": {**provenance(), "lm_eval": version_of("lm_eval")},
     }
 
 

@@ -134,6 +134,8 @@ class Suite:
         measure: how a unit is measured; through lm-eval by default.
         prepare: how its local files are written; from the datasets that lm-eval names by default.
         local: the local files that a unit needs; <task>.jsonl by default.
+        reads_files: it knows local files alone; without a folder of them, `prepare` fetches them
+            to OUT/data.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Suite:
     measure: Measure | None = None
     prepare: Prepare | None = None
     local: Callable[[Path, Task], list[Path]] | None = None
+    reads_files: bool = False
 
     def __post_init__(self) -> None:
         columns = sum(len(task.metrics) for task in self.tasks)
@@ -155,6 +158,8 @@ class Suite:
                     f"paper[{row!r}] must have {columns + 1} numbers, one for each column and the "
                     f"average, got {len(numbers)}"
                 )
+        if self.reads_files and self.prepare is None:
+            raise ValueError("a suite with reads_files=True must have a prepare that fetches them")
 
     def units(self, names: tuple[str, ...] = (), lengths: tuple[int, ...] = ()) -> tuple[Unit, ...]:
         """The units to measure: all, or those of some tasks and lengths.

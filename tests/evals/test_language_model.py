@@ -1,0 +1,115 @@
+"""A checkpoint as lm-eval sees it."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flash_frac.data import byte_tokenizer
+from flash_frac.evals import harness
+from flash_frac.evals.language_model import CPU_TOKENS, FracLM
+from flash_frac.evals.suites import SUITES
+from tests.evals.known import request
+
+lm_eval = pytest.importorskip("lm_eval")
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+TEXTS = ["To be", "A much longer beginning of a text, so that padding is needed", "x", "Why not?"]
+
+
+def prompts(texts, **options):
+    asked = {"until": [], "max_gen_toks": 12, "do_sample": False} | options
+    return [SimpleNamespace(args=(text, asked)) for text in texts]
+
+
+def test_padded_generation_equals_unpadded(checkpoint):
+    """In one batch, shorter prompts are padded on the left; one by one they are not."""
+    together = FracLM(str(checkpoint), batch_size=4).generate_until(prompts(TEXTS))
+    alone = FracLM(str(checkpoint), batch_size=1).generate_until(prompts(TEXTS))
+    assert together == alone and len(set(alone)) > 1
+
+
+def test_generation_is_that_of_transformers(checkpoint):
+    """Our generator and `generate` give the same text, with texts that end it and without."""
+    ours, theirs = (FracLM(str(checkpoint), batch_size=2) for _ in range(2))
+    theirs._generator = None
+    plain = ours.generate_until(prompts(TEXTS))
+    assert plain == theirs.generate_until(prompts(TEXTS))
+    ending = plain[1][4:6]
+    stopped = ours.generate_until(prompts(TEXTS, until=[ending]))
+    assert stopped == theirs.generate_until(prompts(TEXTS, until=[ending]))
+    assert stopped[1] == plain[1].split(ending)[0]
+
+
+def test_right_padding_does_not_change_likelihoods(checkpoint):
+    suite = SUITES["lm"]
+    values = []
+    for size in (1, 3, "auto"):
+        lm = FracLM(str(checkpoint), batch_size=size, max_length=2048)
+        values.append(harness.measure(request(suite, "lambada_openai", lm))["perplexity,none"])
+    assert values[1:] == pytest.approx(values[:1] * 2, rel=1e-5)
+
+
+def test_auto_on_a_cpu_bounds_the_tokens_of_a_batch(checkpoint):
+    lm = FracLM(str(checkpoint), batch_size="auto", max_length=1024)
+    assert lm._detect_batch_size() == CPU_TOKENS // 1024
+    assert lm._generation_batch_size(65536) == 1 and lm._generation_batch_size(1) == 64
+    assert lm.generate_until(prompts(TEXTS)) and lm.batch_size == "auto"
+
+
+def test_nothing_is_cut_in_silence(checkpoint):
+    lm = FracLM(str(checkpoint), max_length=24)
+    room = r"1 of 4 requests have more tokens than the 12 that max_length = 24 .* --truncate"
+    with pytest.raises(ValueError, match=room):
+        lm.generate_until(prompts(TEXTS))
+    long_answers = harness.build(request(SUITES["lm"], "piqa", lm))
+    with pytest.raises(ValueError, match="8 of 8 requests have more tokens"):
+        harness.measure_task(request(SUITES["lm"], "piqa", lm), long_answers)
+
+
+def test_cuts_that_are_asked_for_are_counted(checkpoint):
+    lm = FracLM(str(checkpoint), max_length=24, truncate=True)
+    texts = lm.generate_until(prompts(TEXTS))
+    assert lm.num_truncated == 1
+    kept = FracLM(str(checkpoint)).generate_until(prompts([TEXTS[1][-12:]]))
+    assert texts[1] == kept[0]
+    lm.allow(100)
+    assert lm.num_truncated == 0 and lm.max_length == 100
+
+
+def test_windows_are_not_cuts(checkpoint):
+    """A page longer than max_length is read in windows, which is how wikitext is scored."""
+    lm = FracLM(str(checkpoint), max_length=64)
+    assert harness.measure(request(SUITES["lm"], "wikitext", lm))["num_examples"] == 2
+    assert lm.num_truncated == 0
+
+
+@pytest.mark.parametrize("name", ["frac", "hf"])
+def test_lm_eval_finds_the_model_by_name(checkpoint, name):
+    """After our package is imported, both lm-eval's own class and ours load a checkpoint."""
+    ours = FracLM(str(checkpoint), max_length=2048)
+    asked = request(SUITES["lm"], "arc_easy", ours)
+    output = lm_eval.simple_evaluate(
+        model=name,
+        model_args={"pretrained": str(checkpoint), "max_length": 2048, "device": "cpu"},
+        tasks=[harness.build(asked)],
+        task_manager=lm_eval.tasks.TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert output["results"]["arc_easy"]["acc,none"] == harness.measure(asked)["acc,none"]
+
+
+def test_any_other_model_of_transformers_runs(no_network):
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    lm = FracLM(model, tokenizer=byte_tokenizer(), batch_size=2, max_length=2048)
+    assert 0 <= harness.measure(request(SUITES["lm"], "boolq", lm))["acc,none"] <= 1
+    assert len(lm.generate_until(prompts(TEXTS))) == 4

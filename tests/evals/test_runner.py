@@ -1,0 +1,153 @@
+"""Runs that are kept, taken up again, and say what is missing."""
+
+import json
+
+import datasets
+import pytest
+from typer.testing import CliRunner
+
+from flash_frac.cli import app
+from flash_frac.evals import harness, runner
+from flash_frac.evals.offline import read_rows
+from flash_frac.evals.runner import Settings, evaluate, model_name, suite_names, whole_numbers
+from flash_frac.evals.suites import SUITES
+from tests.evals.known import SAMPLES
+
+TASKS = ("piqa", "winogrande", "openbookqa")
+
+
+def options(**changes):
+    return Settings(
+        **{"suites": ("lm",), "tasks": TASKS, "data_dir": SAMPLES, "limit": 2} | changes
+    )
+
+
+def test_a_run_is_taken_up_where_it_ended(checkpoint, tmp_path, monkeypatch, no_network):
+    measured, measure = [], harness.measure
+
+    def interrupted(request):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(request.unit.name)
+        return measure(request)
+
+    monkeypatch.setattr(harness, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(str(checkpoint), tmp_path, options())
+    assert measured == ["piqa", "winogrande"]
+    assert len(json.loads((tmp_path / "results.json").read_text())["units"]) == 2
+    again = []
+    monkeypatch.setattr(harness, "measure", lambda r: again.append(r.unit.name) or measure(r))
+    report = evaluate(str(checkpoint), tmp_path, options())
+    assert again == ["openbookqa"] and [u["task"] for u in report["units"]] == list(TASKS)
+    # A finished run needs neither model nor measurement, and leaves no partial file.
+    monkeypatch.setattr(runner, "_load", None)
+    assert evaluate(str(checkpoint), tmp_path, options()) == report
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_results_of_other_conditions_are_not_mixed(checkpoint, uniform, tmp_path):
+    one = {"tasks": ("piqa",)}
+    evaluate(str(checkpoint), tmp_path, options(**one))
+    with pytest.raises(
+        ValueError, match=r"piqa.json has other conditions \(limit 2 there and 1 now"
+    ):
+        evaluate(str(checkpoint), tmp_path, options(**one, limit=1))
+    with pytest.raises(ValueError, match="max_length 2048 there and 4096 now"):
+        evaluate(str(checkpoint), tmp_path, options(**one, max_length=4096))
+    with pytest.raises(ValueError, match=r"weights .* choose another --out"):
+        evaluate(str(uniform), tmp_path, options(**one))
+
+
+def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monkeypatch):
+    folder = tmp_path / "data" / "lm"
+    folder.mkdir(parents=True)
+    (folder / "piqa.jsonl").write_text((SAMPLES / "lm" / "piqa.jsonl").read_text())
+    lacking = options(data_dir=tmp_path / "data")
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "_load", None)
+        with pytest.raises(
+            ValueError, match=r"missing .*winogrande\.jsonl, .*openbookqa"
+        ) as caught:
+            evaluate(str(checkpoint), tmp_path / "out", lacking)
+    assert f"frac eval prepare {tmp_path / 'data'} --suite lm" in str(caught.value)
+    report = evaluate(
+        str(checkpoint), tmp_path / "out", options(data_dir=tmp_path / "data", skip_missing=True)
+    )
+    assert [unit["task"] for unit in report["units"]] == ["piqa"]
+    assert "not measured: arc_challenge" in (tmp_path / "out" / "results.md").read_text()
+
+
+def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypatch):
+    """Without --data-dir; a second run finds them."""
+    fetched = []
+
+    def load(name, *args, **kwargs):
+        fetched.append(name)
+        return read_rows(SAMPLES / "recall" / "squad.jsonl")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    settings = Settings(suites=("recall",), tasks=("squad",), limit=1)
+    report = evaluate(str(checkpoint), tmp_path, settings)
+    assert report["units"][0]["conditions"]["data"].keys() == {"squad.jsonl"}
+    num_fetched = len(fetched)
+    assert evaluate(str(checkpoint), tmp_path, settings) == report and len(fetched) == num_fetched
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("", "holds no line"), ("{\n", "line 1 is not JSON"), ("[1]\n", "line 1 must be an object")],
+)
+def test_broken_files_are_named(checkpoint, tmp_path, text, error):
+    (tmp_path / "lm").mkdir()
+    (tmp_path / "lm" / "piqa.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=rf"piqa\.jsonl {error}"):
+        evaluate(str(checkpoint), tmp_path / "out", options(tasks=("piqa",), data_dir=tmp_path))
+
+
+def test_cuts_are_an_error_or_told(checkpoint, tmp_path):
+    short = {"tasks": ("boolq",), "max_length": 128}
+    with pytest.raises(ValueError, match="4 of 4 requests have more tokens than the 128"):
+        evaluate(str(checkpoint), tmp_path, options(**short))
+    report = evaluate(str(checkpoint), tmp_path, options(**short, truncate=True))
+    cut = report["units"][0]["results"]["num_truncated"]
+    assert cut == 4 and "requests cut to fit: 4 of boolq" in (tmp_path / "results.md").read_text()
+    with pytest.raises(ValueError, match=r"an answer has .* and answers are not cut"):
+        evaluate(str(checkpoint), tmp_path, options(tasks=("piqa",), max_length=16, truncate=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"suites": ("glue",)}, "suites must be of lm, niah"),
+        ({"tasks": ("mmlu",)}, "tasks must be of .*; got"),
+        ({"lengths": (1024,)}, "lengths were given, but lm has no lengths"),
+        ({"limit": 0}, "limit must be at least 1"),
+    ],
+)
+def test_settings_are_checked(changes, error):
+    with pytest.raises(ValueError, match=error):
+        options(**changes)
+
+
+def test_what_the_command_line_takes():
+    assert suite_names("all") == tuple(SUITES) and suite_names("lm, niah") == ("lm", "niah")
+    assert whole_numbers("--lengths", "512,4K") == (512, 4096)
+    with pytest.raises(ValueError, match="--lengths must be whole numbers"):
+        whole_numbers("--lengths", "long")
+    assert model_name("runs/frac/final") == "frac" and model_name("org/frac-130m") == "frac-130m"
+
+
+def test_the_command(checkpoint, tmp_path, no_network):
+    """Every suite at once, from a folder of local files, without a network; then a comparison."""
+    out = tmp_path / "frac"
+    arguments = ["eval", str(checkpoint), "--data-dir", str(SAMPLES), "--limit", "1"]
+    arguments += ["--suite", "all", "--lengths", "512", "--out", str(out), "--truncate"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0 and "Tables are in" in done.output
+    units = json.loads((out / "results.json").read_text())["units"]
+    assert {unit["suite"] for unit in units} == set(SUITES)
+    done = CliRunner().invoke(app, ["eval", "compare", str(out), "--out", str(tmp_path / "side")])
+    assert done.exit_code == 0
+    names = {path.name for path in (tmp_path / "side").iterdir()}
+    assert names == {"compare.md", *(f"{name}.svg" for name in SUITES)}
