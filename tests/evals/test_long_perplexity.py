@@ -147,8 +147,10 @@ def test_samples_of_every_task(task):
     rows = read_rows(SAMPLES / "longppl" / f"{task}.jsonl")
     lengths = [len(row["text"].encode()) for row in rows]
     result = module.measure(request(SUITE, task, Model(tiny_frac()), length=1000))
-    assert result["num_examples"] == sum(n >= 1000 for n in lengths)
-    assert result["num_left_out"] == sum(n < 1000 for n in lengths)
+    # 4096 is the largest of the suite's lengths that a document has.
+    assert result["min_tokens"] == 4096
+    assert result["num_examples"] == sum(n >= 4096 for n in lengths) > 0
+    assert result["num_left_out"] == sum(n < 4096 for n in lengths)
     assert result["num_tokens"] == 999 * result["num_examples"]
     assert result["num_tokens_last"] % 100 == 0
     assert all(1 < result[key] < 1e6 for key in ("ppl", "ppl_documents", "ppl_last"))
@@ -159,18 +161,22 @@ def test_samples_of_every_task(task):
     assert result["num_examples"] == 1
 
 
-def test_the_suites_own_lengths_share_their_documents(tmp_path, monkeypatch):
-    texts = ["a" * 2048, "b" * 16384, "c" * 16383]
+def test_lengths_share_their_documents(tmp_path, monkeypatch):
+    texts = ["a" * 2048, "b" * 8192, "c" * 8191, "d" * 9000]
     (tmp_path / "longppl").mkdir()
     lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
     (tmp_path / "longppl" / "pg19.jsonl").write_text(lines)
     lm = Model(Bigram(torch.zeros(259, 259)))
-    for length, num_documents in ((2048, 1), (2047, 3), (16383, 2)):
+    for length, num_documents, least in ((100, 2, 8192), (8192, 2, 8192), (8500, 1, 8500)):
         result = module.measure(request(SUITE, "pg19", lm, length=length, data_dir=tmp_path))
-        assert result["num_examples"] == num_documents
-    monkeypatch.setattr(module, "NUM_DOCUMENTS", 2)
+        assert (result["num_examples"], result["min_tokens"]) == (num_documents, least)
+    with pytest.raises(
+        ValueError, match="no document of pg19 has 9001 tokens, the longest has 9000"
+    ):
+        module.measure(request(SUITE, "pg19", lm, length=9001, data_dir=tmp_path))
+    monkeypatch.setattr(module, "NUM_DOCUMENTS", 1)
     result = module.measure(request(SUITE, "pg19", lm, length=100, data_dir=tmp_path))
-    assert result["num_examples"] == 2 and result["num_left_out"] == 0
+    assert result["num_examples"] == 1 and result["num_left_out"] == 3
 
 
 def test_errors_name_the_remedy(tmp_path):

