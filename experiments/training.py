@@ -27,7 +27,8 @@ class Optimisation:
     """AdamW and the course of its learning rate.
 
     Attributes:
-        lr: the highest learning rate; weight_decay: of matrices, not of biases, norms or scalars.
+        lr: the highest learning rate.
+        weight_decay: of matrices; of biases, norms and scalars too if `decay_all`.
         steps, batch_size: how long, and how many rows at a time.
         schedule: "cosine" from lr to min_lr, or "constant"; both after the warm-up.
         warmup: share of the steps in which the learning rate rises from 0.
@@ -39,6 +40,7 @@ class Optimisation:
     steps: int
     batch_size: int
     weight_decay: float = 0.0
+    decay_all: bool = False
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: float = 0.0
     min_lr: float = 0.0
@@ -98,7 +100,7 @@ class Training:
         order: Tensor,
         optimisation: Optimisation,
     ) -> None:
-        device = inputs.device
+        device, plan = inputs.device, optimisation
         self.model, self.loss, self.optimisation = model, loss, optimisation
         self.inputs, self.targets, self.order = inputs, targets, order.to(device)
         self.counter = torch.zeros(1, dtype=torch.long, device=device)
@@ -109,10 +111,10 @@ class Training:
         others = [p for p in model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": optimisation.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {"params": matrices, "weight_decay": plan.weight_decay},
+                {"params": others, "weight_decay": float(plan.decay_all) * plan.weight_decay},
             ],
-            lr=torch.tensor(optimisation.lr, device=device),
+            lr=torch.tensor(plan.lr, device=device),
             capturable=on_gpu,
             fused=on_gpu,
         )

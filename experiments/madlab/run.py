@@ -115,6 +115,7 @@ class Run:
             steps=steps,
             batch_size=protocol.batch_size,
             weight_decay=job.weight_decay,
+            decay_all=True,
             schedule=protocol.lr_schedule,
             min_lr=protocol.min_lr,
             bfloat16=protocol.bfloat16,

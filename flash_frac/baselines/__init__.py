@@ -39,10 +39,15 @@ def make_mixer(
     return MIXERS[name](hidden_size, num_heads=num_heads, head_dim=head_dim, **options)
 
 
-def absorb(mixer: nn.Module, x: Tensor, state: Any = None) -> Any:
-    """The state of a mixer after x (B, T, E), by the cheapest way that the mixer has."""
+def absorb(mixer: nn.Module, x: Tensor, state: Any = None, **options: Any) -> Any:
+    """The state of a mixer after x (B, T, E), by the cheapest way that the mixer has.
+
+    `options` are those of the mixer's own method, such as `elapsed` of Frac.
+    """
     method = getattr(mixer, "absorb", None)
-    return mixer(x, state=state)[1] if method is None else method(x, state=state)
+    return (
+        mixer(x, state=state, **options)[1] if method is None else method(x, state=state, **options)
+    )
 
 
 __all__ = [

@@ -15,12 +15,14 @@ from flash_frac.layers.conv import causal_conv
 class Frac(FracMixer):
     """A `FracMixer` that can also take a sequence in without computing what it would answer."""
 
-    def absorb(self, x: Tensor, *, state: MixerState | None = None) -> MixerState:
+    def absorb(
+        self, x: Tensor, *, state: MixerState | None = None, elapsed: Tensor | None = None
+    ) -> MixerState:
         """The state after x (B, T, E): each token's input, times all decay after it.
 
-        In plain torch, because one product over all tokens gives it.
+        In plain torch, because one product over all tokens gives it. `elapsed` as in `forward`.
         """
-        self._check(x, state, None, None)
+        self._check(x, state, None, None, elapsed)
         inner_x = F.linear(x, self.in_proj.weight[: self.num_heads * self.head_dim])
         u, window = causal_conv(
             inner_x,
@@ -29,7 +31,7 @@ class Frac(FracMixer):
             window=None if state is None else state.conv,
             backend=self.backend,
         )
-        _, write, log_decay = self.controls(inner_x, u)
+        _, write, log_decay = self.controls(inner_x, u, elapsed=elapsed)
         write, log_decay = (x.permute(0, 2, 3, 1) for x in (write, log_decay))
         # Sums from the end, which are small where weights are not; differences would lose digits.
         to_end = log_decay.flip(-1).cumsum(-1).flip(-1)

@@ -25,6 +25,7 @@ from flash_frac.ops import (
     ControlSettings,
     check_cu_seqlens,
     controls,
+    dilate,
     frac_scan,
     frac_step,
     uses_triton,
@@ -209,6 +210,7 @@ class FracMixer(nn.Module):
         state: MixerState | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        elapsed: Tensor | None = None,
     ) -> tuple[Tensor, MixerState]:
         """Mix a batch of sequences, or continue them.
 
@@ -217,11 +219,13 @@ class FracMixer(nn.Module):
             state: of the N sequences before the first token; None to begin.
             attention_mask: (B, T), 0 at padding, anywhere in a row: an identity step.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1).
+            elapsed: (B, T), positive: the time before each token, which multiplies its delta; 1,
+                the usual time, if None.
 
         Returns:
             y (B, T, E), and the state of the N sequences after their last real token.
         """
-        self._check(x, state, attention_mask, cu_seqlens)
+        self._check(x, state, attention_mask, cu_seqlens, elapsed)
         group, taps = self.context_group, self.conv_kernel
         inner_x, gate = self.in_proj(x).chunk(2, -1)
         before = None if state is None else state.conv
@@ -236,7 +240,7 @@ class FracMixer(nn.Module):
             cu_seqlens=cu_seqlens,
             backend=self.backend,
         )
-        read, write, log_decay = self.controls(inner_x, u, attention_mask)
+        read, write, log_decay = self.controls(inner_x, u, attention_mask, elapsed)
         u = u.unflatten(-1, (self.num_heads, -1))
         recurrent = None if state is None else state.recurrent
         if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
@@ -266,13 +270,19 @@ class FracMixer(nn.Module):
         skip = None if self.D is None else (self.D, u)
         return self.out_proj(self.out_norm(y, gate, skip)), MixerState(recurrent, window)
 
-    def controls(self, inner_x: Tensor, u: Tensor, mask: Tensor | None = None) -> Controls:
+    def controls(
+        self,
+        inner_x: Tensor,
+        u: Tensor,
+        mask: Tensor | None = None,
+        elapsed: Tensor | None = None,
+    ) -> Controls:
         """Read, write and log_decay (B, T, H, M), from (B, T, I) before and after the conv."""
         dyn_logits, rw_logits = self.dyn_proj(inner_x), self.rw_proj(u)
         if uses_triton(self.backend, rw_logits):
             from flash_frac.ops.custom_ops.control import fused_controls
 
-            return fused_controls(
+            found = fused_controls(
                 dyn_logits,
                 rw_logits,
                 self.dt_bias,
@@ -282,22 +292,24 @@ class FracMixer(nn.Module):
                 settings=self.settings,
                 mask=mask,
             )
-        logits = dyn_logits.unflatten(-1, (self.num_dynamics, -1)).unbind(-2)
-        read_logit, write_logit = rw_logits.unflatten(
-            -1, (2, self.num_heads, self.num_modes)
-        ).unbind(-3)
-        return controls(
-            logits[0] + self.dt_bias,
-            None if self.num_dynamics == 2 else logits[1],
-            logits[-1],
-            read_logit,
-            write_logit,
-            self.base_log_tau,
-            settings=self.settings,
-            read_gate=self.read_residual_logit.sigmoid(),
-            write_gate=self.write_residual_scale.sigmoid(),
-            mask=mask,
-        )
+        else:
+            logits = dyn_logits.unflatten(-1, (self.num_dynamics, -1)).unbind(-2)
+            read_logit, write_logit = rw_logits.unflatten(
+                -1, (2, self.num_heads, self.num_modes)
+            ).unbind(-3)
+            found = controls(
+                logits[0] + self.dt_bias,
+                None if self.num_dynamics == 2 else logits[1],
+                logits[-1],
+                read_logit,
+                write_logit,
+                self.base_log_tau,
+                settings=self.settings,
+                read_gate=self.read_residual_logit.sigmoid(),
+                write_gate=self.write_residual_scale.sigmoid(),
+                mask=mask,
+            )
+        return found if elapsed is None else dilate(found, elapsed)
 
     def _check(
         self,
@@ -305,6 +317,7 @@ class FracMixer(nn.Module):
         state: MixerState | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        elapsed: Tensor | None,
     ) -> None:
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must have shape (B, T, {self.hidden_size}), got {tuple(x.shape)}")
@@ -316,6 +329,10 @@ class FracMixer(nn.Module):
             raise ValueError(
                 f"attention_mask must have shape {tuple(x.shape[:2])}, "
                 f"got {tuple(attention_mask.shape)}"
+            )
+        if elapsed is not None and elapsed.shape != x.shape[:2]:
+            raise ValueError(
+                f"elapsed must have shape {tuple(x.shape[:2])}, got {tuple(elapsed.shape)}"
             )
         if self.context_group is not None and attention_mask is not None:
             raise ValueError(

@@ -42,6 +42,9 @@ class FracConfig(PreTrainedConfig):
         frac_tau_min, frac_tau_max: ends of the geometric bank.
         frac_residual_read_init: p_read at the start; frac_write_scale_init: sigmoid(p_write).
         frac_dt_init: delta at the start; softplus(0) if None.
+        frac_time_dilation: in training, let time pass up to so many times as fast in a sequence, by
+            a factor drawn log-uniformly for each; 1 for the usual time. What a model learns on
+            short sequences then holds for lags that many times as long (experiments/heavy_tail).
         frac_gate_bias_init: constant added to the gate.
         frac_chunk_size: kept for the published checkpoints; results do not depend on it.
         frac_bank: "geometric", the name of an optimised bank, or M increasing timescales.
@@ -108,6 +111,7 @@ class FracConfig(PreTrainedConfig):
     frac_residual_read_init: float = -2.0
     frac_write_scale_init: float = 0.25
     frac_dt_init: float | None = None
+    frac_time_dilation: float = 1.0
     frac_gate_bias_init: float = 0.0
     frac_chunk_size: int = 32
     frac_bank: str | list[float] = "geometric"
@@ -172,6 +176,10 @@ class FracConfig(PreTrainedConfig):
             raise ValueError(
                 f"frac_dt_init must be None or in [frac_dt_min, frac_dt_max] = "
                 f"[{self.frac_dt_min}, {self.frac_dt_max}], got {self.frac_dt_init}"
+            )
+        if not self.frac_time_dilation >= 1:
+            raise ValueError(
+                f"frac_time_dilation must be at least 1, got {self.frac_time_dilation}"
             )
         if self.frac_learned_timescales and self.frac_prior == "exact":
             raise ValueError(

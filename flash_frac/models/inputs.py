@@ -1,6 +1,11 @@
-"""Checks of what callers pass to a Frac model; errors name the argument and what is expected."""
+"""What callers pass to a Frac model, checked and completed.
+
+Letters: B batch, T time, E width, N sequences (B, or those packed in a row).
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -69,3 +74,14 @@ def local_mask(
     if not on_cpu and torch.cuda.is_current_stream_capturing():
         return mask
     return None if bool((mask != 0).all()) else mask
+
+
+def random_elapsed(hidden_states: Tensor, cu_seqlens: Tensor | None, dilation: float) -> Tensor:
+    """Times (B, T) before each token, equal in a sequence, log-uniform in [1, dilation]."""
+    batch, num_tokens = hidden_states.shape[:2]
+    num = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    times = torch.exp(math.log(dilation) * torch.rand(num, device=hidden_states.device))
+    if cu_seqlens is None:
+        return times[:, None].expand(batch, num_tokens)
+    token = torch.arange(num_tokens, device=hidden_states.device)
+    return times[torch.searchsorted(cu_seqlens, token, right=True) - 1][None]

@@ -26,7 +26,7 @@ from flash_frac.layers.decode import step_in_place, steps_in_place
 from flash_frac.models.attention import AttentionBlock, AttentionInputs, FracRotaryEmbedding
 from flash_frac.models.cache import FracCache, read_state, write_state
 from flash_frac.models.configuration import FracConfig
-from flash_frac.models.inputs import check_inputs, local_mask
+from flash_frac.models.inputs import check_inputs, local_mask, random_elapsed
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -76,9 +76,10 @@ class FracBlock(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        elapsed: Tensor | None = None,
     ) -> Tensor:
         state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
-        alone = cu_seqlens is None and self.mixer.context_group is None
+        alone = cu_seqlens is None and elapsed is None and self.mixer.context_group is None
         alone = alone and steps_in_place(self.norm, self.mixer, hidden_states)
         if alone and state is not None:
             return step_in_place(self.norm, self.mixer, hidden_states, state, attention_mask)
@@ -87,6 +88,7 @@ class FracBlock(GradientCheckpointingLayer):
             state=state,
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
+            elapsed=elapsed,
         )
         if past_key_values is not None:
             write_state(past_key_values, self.layer_idx, state)
@@ -135,6 +137,12 @@ class FracPreTrainedModel(PreTrainedModel):
                 f"({self.config.attention_layers}), whose attention would see the tokens of its "
                 "own rank alone; give every rank rows of its own"
             )
+        if group is not None and self.config.frac_time_dilation > 1:
+            raise ValueError(
+                "group must be None for a model with frac_time_dilation "
+                f"({self.config.frac_time_dilation}): each rank would draw a time of its own for "
+                "a row; set it to 1, or give every rank rows of its own"
+            )
         for module in self.modules():
             if isinstance(module, FracMixer):
                 module.context_group = group
@@ -171,6 +179,7 @@ class FracModel(FracPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        elapsed: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """Hidden states of a batch, or of the next tokens of one.
@@ -184,6 +193,8 @@ class FracModel(FracPreTrainedModel):
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
+            elapsed: (B, T), positive: the time before each token, which multiplies its delta; the
+                usual time, 1, if None, or in training what config.frac_time_dilation draws.
             kwargs: what generic code passes to every model, such as position_ids; not used. In
                 hybrid models the position of a token is the number of real ones before it.
         """
@@ -202,7 +213,9 @@ class FracModel(FracPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = FracCache(self.config)
 
-        frac_inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens}
+        if elapsed is None and self.training and self.config.frac_time_dilation > 1:
+            elapsed = random_elapsed(hidden_states, cu_seqlens, self.config.frac_time_dilation)
+        frac_inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
         attention, attention_inputs = None, {}
         if self.attention_config is not None:
             attention = AttentionInputs(hidden_states, mask, past_key_values, cu_seqlens)
@@ -298,6 +311,7 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        elapsed: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits of the next token at every position, and the loss if there are labels.
@@ -321,6 +335,7 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seqlens=cu_seqlens,
+            elapsed=elapsed,
         )
         logits, loss = None, None
         if labels is not None and self.training and self.config.fuse_linear_cross_entropy:

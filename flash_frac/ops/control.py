@@ -228,3 +228,21 @@ def controls(
         padding = (mask == 0)[..., None, None]
         write, log_decay = write.masked_fill(padding, 0), log_decay.masked_fill(padding, 0)
     return Controls(read, write, log_decay)
+
+
+def dilate(controls: Controls, elapsed: Tensor) -> Controls:
+    """The controls of tokens before which more or less than the usual time has passed.
+
+    delta becomes elapsed * delta, after its clamp and that of rho:
+
+        log_decay' = elapsed log_decay,    write' = write (1 - rho^elapsed) / (1 - rho)
+
+    Args:
+        controls: (B, T, H, M) each.
+        elapsed: (B, T), positive; 1 is the usual time.
+    """
+    longer = elapsed[..., None, None].to(controls.log_decay.dtype)
+    # Padding has log_decay 0 and writes nothing; the ratio need only be finite there.
+    log_decay = controls.log_decay.clamp_max(-torch.finfo(controls.log_decay.dtype).tiny)
+    ratio = torch.expm1(log_decay * longer) / torch.expm1(log_decay)
+    return Controls(controls.read, controls.write * ratio, controls.log_decay * longer)

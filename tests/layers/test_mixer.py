@@ -1,5 +1,7 @@
 """FracMixer: the paper's layer, its state, padding, packing, precision and switches."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,12 +234,39 @@ def test_delta_starts_at_dt_init():
     torch.testing.assert_close(delta, torch.full((H,), 3e-6), rtol=1e-6, atol=0)
 
 
+def test_elapsed_time_multiplies_delta():
+    """Three times the usual time before every token is a layer whose delta is three times as large.
+
+    Each token's delta is far from the clamps, and the tokens of padding are stepped over.
+    """
+    settings = ControlSettings(rho_eps=0.0, dt_max=100.0)
+    mixer = FracMixer(E, num_heads=H, head_dim=D, settings=settings).double()
+    mixer.dyn_proj.weight.data[:H] = 0
+    faster = FracMixer(E, num_heads=H, head_dim=D, settings=settings, dt_init=3 * math.log(2))
+    faster.load_state_dict(mixer.state_dict() | {"dt_bias": faster.dt_bias.data.double()})
+    x, mask = torch.randn(2, 20, E, dtype=torch.float64), torch.ones(2, 20)
+    mask[0, :3] = 0
+    slow, state = mixer(x, attention_mask=mask, elapsed=torch.full((2, 20), 3.0))
+    fast, expected = faster.double()(x, attention_mask=mask)
+    torch.testing.assert_close(slow, fast, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(state.recurrent, expected.recurrent, rtol=1e-6, atol=1e-9)
+    slow.sum().backward()
+    assert all(p.grad.isfinite().all() for p in mixer.parameters())
+
+
+def test_the_usual_time_changes_nothing():
+    mixer, x = make_mixer(torch.float64), torch.randn(2, 9, E, dtype=torch.float64)
+    torch.testing.assert_close(mixer(x, elapsed=torch.ones(2, 9))[0], mixer(x)[0])
+
+
 def test_errors_name_the_argument():
     mixer, x = make_mixer(torch.float32), torch.randn(2, 6, E)
     with pytest.raises(ValueError, match=r"x must have shape \(B, T, 12\), got \(2, 6, 3\)"):
         mixer(x[..., :3])
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(2, 6\), got \(2, 5\)"):
         mixer(x, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"elapsed must have shape \(2, 6\), got \(2,\)"):
+        mixer(x, elapsed=torch.ones(2))
     with pytest.raises(ValueError, match="attention_mask and cu_seqlens exclude"):
         mixer(x, attention_mask=torch.ones(2, 6), cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 6"):

@@ -123,6 +123,7 @@ def test_pure_multiscale_bank():
         ({"frac_tau_min": 10.0, "frac_tau_max": 10.0}, "0 < frac_tau_min < frac_tau_max, got 10.0"),
         ({"frac_lambda_min": -1.0}, "lambda_min"),
         ({"frac_dt_min": 2.0}, "dt_min"),
+        ({"frac_time_dilation": 0.5}, "frac_time_dilation must be at least 1, got 0.5"),
         ({"frac_dt_init": 2.0}, r"frac_dt_init must be None or in \[frac_dt_min, frac_dt_max\]"),
         ({"frac_write_scale_init": 0.0}, r"frac_write_scale_init must be in \(0, 1\), got 0.0"),
         ({"frac_bank": "unknown"}, "unknown"),

@@ -1,0 +1,123 @@
+"""Models of the heavy-tail probe: one mixing layer of about 0.2M parameters, and a yes or no.
+
+    h = embed(tokens);  h = h + mixer(norm(h));  [h = h + ffn(norm(h))];  logits = head(norm(h))
+
+Only the query is asked, so the tokens before it are absorbed: the layer's state takes them in, and
+its outputs there, on which nothing depends, are not computed. That is the same function at a
+fraction of the cost, in training too.
+Letters: B batch, T time, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from experiments.heavy_tail.data import NUM_TOKENS
+from flash_frac.baselines import absorb, make_mixer
+from flash_frac.models.inputs import random_elapsed
+from flash_frac.ops import ControlSettings
+
+
+class Design(NamedTuple):
+    """A mixer of `flash_frac.baselines.make_mixer` and its size.
+
+    ffn: width of an MLP, or 0. dilation: in training, time passes up to so many times as fast, by a
+    factor drawn log-uniformly for each sequence (`FracConfig.frac_time_dilation`).
+    """
+
+    mixer: str
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    options: Mapping[str, Any] = MappingProxyType({})
+    ffn: int = 0
+    dilation: float = 1.0
+
+
+# Time in units of 2^20 tokens, so that all lags lie in the early regime of fractional relaxation,
+# t << 1, where its kernel is the power law t^(alpha - 1).
+LONGEST = 2.0**20
+EARLY = {
+    "num_modes": 16,
+    "tau_min": 1 / LONGEST,
+    "tau_max": 1.0,
+    "dt_init": 0.5 / LONGEST,
+    # States of slow modes are small, a millionth of their input, until the norm.
+    "norm_eps": 1e-20,
+    "settings": ControlSettings(
+        dt_min=2.0**-45,
+        dt_max=1 / LONGEST,
+        lambda_min=1.0,
+        lambda_max=1.0,
+        rho_eps=0.0,
+        prior="exact",
+        write_prior=False,
+    ),
+}
+DESIGNS = {
+    "frac": Design("frac", 136, 8, 34, {"num_modes": 16, "tau_max": 2.0**17}),
+    "frac_ours": Design("frac", 136, 8, 34, EARLY, dilation=1024.0),
+    "frac_dilated": Design(
+        "frac", 136, 8, 34, {"num_modes": 16, "tau_max": 2.0**17}, dilation=1024.0
+    ),
+    "frac_early": Design("frac", 136, 8, 34, EARLY),
+    "attention": Design("attention", 128, 8, 16, {"bias": True}, ffn=512),
+    "attention_nope": Design("attention", 128, 8, 16, {"bias": True, "rope": False}, ffn=512),
+    "mamba2": Design("mamba2", 160, 8, 40),
+    "mamba3": Design("mamba3", 160, 8, 40, {"state_size": 112}),
+    "gated_deltanet": Design("gated_deltanet", 96, 8, 32),
+}
+
+
+class Probe(nn.Module):
+    """Logits (B, 2) of the query that ends each row of tokens (B, T)."""
+
+    def __init__(self, design: Design) -> None:
+        super().__init__()
+        width = design.hidden_size
+        self.embed = nn.Embedding(NUM_TOKENS, width)
+        self.norm = nn.LayerNorm(width)
+        self.mixer = make_mixer(
+            design.mixer,
+            width,
+            num_heads=design.num_heads,
+            head_dim=design.head_dim,
+            **design.options,
+        )
+        self.ffn = None
+        if design.ffn:
+            self.ffn = nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, design.ffn),
+                nn.GELU(),
+                nn.Linear(design.ffn, width),
+            )
+        self.final_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 2)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.dilation = design.dilation
+
+    def forward(self, tokens: Tensor, piece: int | None = None) -> Tensor:
+        """Logits, from a state that takes `piece` tokens at a time: constant memory in T."""
+        if self.training and self.dilation > 1:
+            elapsed = random_elapsed(tokens[..., None], None, self.dilation)
+            times, query_time = {"elapsed": elapsed[:, :-1]}, {"elapsed": elapsed[:, -1:]}
+        else:
+            times = query_time = {}
+        state = None
+        for part in tokens[:, :-1].split(piece or tokens.shape[1], dim=1):
+            state = absorb(self.mixer, self.norm(self.embed(part.int())), state, **times)
+        query = self.embed(tokens[:, -1:].int())
+        mixed, _ = self.mixer(self.norm(query), state=state, **query_time)
+        hidden = (query + mixed)[:, 0]
+        if self.ffn is not None:
+            hidden = hidden + self.ffn(hidden)
+        return self.head(self.final_norm(hidden))
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

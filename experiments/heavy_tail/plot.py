@@ -1,0 +1,68 @@
+"""Draw results.csv as figure.svg: python -m experiments.heavy_tail.plot [--out FOLDER]"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.heavy_tail.run import HERE, LENGTHS
+from experiments.heavy_tail.summary import NAMES, Accuracies, accuracies
+from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+
+COLOURS = {
+    "frac_ours": OURS,
+    "frac": PALE,
+    "attention": GREY,
+    "mamba2": OTHER,
+    "mamba3": "#d9a441",
+    "gated_deltanet": THIRD,
+}
+KERNELS = {"sum": ("-", 0.9), "exponential_fixed": (":", 1.2)}
+
+
+def draw(axes: Any, found: Accuracies, gamma: float) -> None:
+    """Mean over seeds against length with its spread; fixed kernels in thin black."""
+    for name, colour in COLOURS.items():
+        if name not in found:
+            continue
+        lengths = sorted(found[name])
+        mean = [statistics.mean(found[name][n]) for n in lengths]
+        axes.plot(lengths, mean, color=colour, marker="o", ms=3.5, lw=1.6, label=NAMES[name])
+        if all(len(found[name][n]) > 1 for n in lengths):
+            spread = [statistics.stdev(found[name][n]) for n in lengths]
+            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)]
+                         for sign in (-1, 1))  # fmt: skip
+            axes.fill_between(lengths, low, high, color=colour, alpha=0.15, lw=0)
+    for name, (line, width) in KERNELS.items():
+        along = found.get(name, {})
+        lengths = sorted(along)
+        values = [along[n][0] for n in lengths]
+        axes.plot(lengths, values, line, color=INK, lw=width, label=NAMES[name])
+    axes.axhline(50, color=GREY, lw=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(LENGTHS, [f"{n // 1024}K" if n > 512 else "512" for n in LENGTHS])
+    axes.minorticks_off()
+    axes.set(title=f"γ = {gamma}", xlabel="tokens (trained at 512)", ylim=(45, 101))
+    axes.set_ylabel("accuracy, percent")
+    axes.grid(color=FAINT, lw=0.6)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    folder = parser.parse_args(arguments).out
+    panels = {gamma: accuracies(folder, gamma) for gamma in (0.1, 0.5)}
+    if not any(panels.values()):
+        raise SystemExit(f"{folder} has no rows; python -m experiments.heavy_tail.run makes them")
+    with figure_at(folder / "figure.svg", (9.5, 3.6), (1, 1)) as (figure, both):
+        for axes, (gamma, found) in zip(both, panels.items(), strict=True):
+            draw(axes, found, gamma)
+        handles, labels = both[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+
+
+if __name__ == "__main__":
+    main()
