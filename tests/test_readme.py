@@ -25,7 +25,7 @@ def test_code_runs(tmp_path, monkeypatch):
     "document",
     [
         *("README.md", "CONTRIBUTING.md", "docs/maths.md", "docs/log.md"),
-        *("docs/hybrid.md", "docs/serving.md"),
+        *("docs/hybrid.md", "docs/serving.md", "docs/evaluation.md"),
     ],
 )
 def test_paths_exist(document):

@@ -19,6 +19,8 @@ from unittest.mock import patch
 from flash_frac.evals.suites import Suite, Task
 from flash_frac.extras import require
 
+SOURCE = "SOURCE.txt"
+
 
 @contextmanager
 def no_downloads() -> Iterator[None]:
@@ -64,6 +66,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"{path} holds no line; one JSON object a line is expected")
     return rows
+
+
+def source_of(folder: Path) -> str | None:
+    """What the folder of a suite says of where its files are from."""
+    path = folder / SOURCE
+    return path.read_text("utf-8").strip().rstrip(".") if path.is_file() else None
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[str, str]:

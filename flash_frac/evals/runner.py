@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from flash_frac.evals import harness
-from flash_frac.evals.offline import fingerprints, how_to_get, missing_files, no_downloads
+from flash_frac.evals.offline import (
+    fingerprints,
+    how_to_get,
+    missing_files,
+    no_downloads,
+    source_of,
+)
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit
 from flash_frac.evals.tables import markdown
 from flash_frac.evals.write import write_json, write_text
@@ -69,6 +75,9 @@ class Settings:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        size = str(self.batch_size)
+        if not (size == "auto" or (size.isdecimal() and int(size) > 0)):
+            raise ValueError(f"batch_size must be auto or at least 1, got {self.batch_size!r}")
         if self.lengths and not any(SUITES[name].lengths for name in self.suites):
             raise ValueError(f"lengths were given, but {', '.join(self.suites)} has no lengths")
 
@@ -250,6 +259,7 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
         "task": unit.task.name,
         "length": unit.length,
         "conditions": conditions,
+        "source": None if request.data_dir is None else source_of(request.data_dir / suite.name),
         "results": results,
         "seconds": round(seconds, 1),
         "made_with": {**provenance(), "lm_eval": version_of("lm_eval")},

@@ -121,6 +121,7 @@ def _notes(report: dict[str, Any], suite: Suite) -> str:
         notes.append(f"at most {', '.join(f'{n:,}' for n in allowed)} tokens")
     data = {"hub" if unit["conditions"]["data"] == "hub" else "local files" for unit in units}
     notes.append(f"data: {', '.join(sorted(data))}" if data else "")
+    notes.extend(sorted({unit["source"] for unit in units if unit.get("source")}))
     told = "; ".join(note for note in notes if note)
     return f"{report['model']}: {told}." if told else ""
 

