@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.heavy_tail.run import HERE, LENGTHS
+from experiments.heavy_tail.run import HERE, LENGTHS, results
 from experiments.heavy_tail.summary import NAMES, Accuracies, accuracies
 from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
 
@@ -54,13 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
     folder = parser.parse_args(arguments).out
-    panels = {gamma: accuracies(folder, gamma) for gamma in (0.1, 0.5)}
-    if not any(panels.values()):
+    gammas = sorted({float(row["gamma"]) for row in results(folder).rows.values()})
+    if not gammas:
         raise SystemExit(f"{folder} has no rows; python -m experiments.heavy_tail.run makes them")
-    with figure_at(folder / "figure.svg", (9.5, 3.6), (1, 1)) as (figure, both):
-        for axes, (gamma, found) in zip(both, panels.items(), strict=True):
-            draw(axes, found, gamma)
-        handles, labels = both[0].get_legend_handles_labels()
+    size = (2.8 + 3.4 * len(gammas), 3.6)
+    with figure_at(folder / "figure.svg", size, [1] * len(gammas)) as (figure, panels):
+        for axes, gamma in zip(panels, gammas, strict=True):
+            draw(axes, accuracies(folder, gamma), gamma)
+        handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
 
 

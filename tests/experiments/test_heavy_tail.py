@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.heavy_tail import run
+from experiments.heavy_tail import plot, run, summary
 from experiments.heavy_tail.data import (
     BACKGROUND,
     MINUS,
@@ -142,3 +142,28 @@ def test_training_learns():
     protocol = run.Protocol((16,), 16, 400, plan, torch.device("cpu"), {})
     (rows,) = run.train_rows([run.Job("frac", 0.1, 0)], protocol)
     assert float(rows[0]["accuracy"]) > 0.8
+
+
+def test_the_readme_has_the_numbers_of_the_table():
+    text = (run.HERE / "README.md").read_text()
+    for gamma in sorted({float(row["gamma"]) for row in run.results(run.HERE).rows.values()}):
+        for line in summary.table(summary.accuracies(run.HERE, gamma), paper=gamma == 0.1):
+            assert line in text
+
+
+def test_tables_and_figure_of_a_small_run(tmp_path, capsys):
+    run.main(["--smoke", "--out", str(tmp_path), "--models", "frac", "attention"])
+    capsys.readouterr()
+    summary.main(["--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "| Frac | 1 | " in printed and "| Frac ahead of | 64 |" in printed
+    plot.main(["--out", str(tmp_path)])
+    assert "attention" in (tmp_path / "figure.svg").read_text()
+
+
+def test_the_lead_is_a_test_over_seeds():
+    found = {"frac": {512: [90.0, 91.0, 92.0]}, "mamba2": {512: [60.0, 61.0, 59.0]}}
+    (line,) = summary.lead(found, "frac")[2:]
+    assert line.startswith("| Mamba2 | ") and float(line.split("|")[2]) < 1e-4
+    ((same,),) = [summary.lead({**found, "mamba2": found["frac"]}, "frac")[2:]]
+    assert float(same.split("|")[2]) == 0.5
