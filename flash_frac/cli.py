@@ -205,7 +205,7 @@ def evaluate(
     ] = False,
     limit: Annotated[int | None, typer.Option(help="Only so many examples, for a try.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most tokens the model is given; the suite's by default.")
+        int | None, typer.Option(help="Most tokens, for suites without lengths; theirs by default.")
     ] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut what is longer, where that is an error.")

@@ -99,9 +99,13 @@ class FracLM(HFLM):
             self.batch_size_per_gpu = asked
 
     def _generation_batch_size(self, length: int) -> int:
-        """The largest batch whose prompts of this length can be read, by trial on a GPU."""
+        """The largest batch whose prompts of this length can be read."""
         if self.device.type != "cuda":
             return _cpu_batch_size(length, self.max_batch_size)
+        return self._try_batch_sizes(length)
+
+    def _try_batch_sizes(self, length: int) -> int:
+        """By trial: fewer rows, as long as the memory does not suffice."""
         search = require("accelerate", "eval", "batch_size='auto'").find_executable_batch_size
 
         @search(starting_batch_size=self.max_batch_size)

@@ -45,7 +45,8 @@ class Settings:
         data_dir: folder of local files; nothing is downloaded then.
         skip_missing: leave out tasks whose local files are missing, where that is an error.
         limit: only so many examples of each task, for a try; such numbers mean little.
-        max_length: tokens the model is given at most, instead of the suites' own.
+        max_length: tokens the model is given at most, instead of the suites' own; where a suite
+            has lengths, these decide.
         truncate: cut the beginning off what is longer, and say how often, where that is an error.
         batch_size: a number, or "auto".
         seed: of whatever is drawn.
@@ -170,9 +171,15 @@ def _load(checkpoint: str, settings: Settings) -> Any:
     from flash_frac.evals.language_model import FracLM
 
     try:
-        return FracLM(checkpoint, batch_size=settings.batch_size, truncate=settings.truncate)
+        lm = FracLM(checkpoint, batch_size=settings.batch_size, truncate=settings.truncate)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+    if lm.world_size > 1:
+        raise ValueError(
+            f"frac eval runs in one process, got {lm.world_size}; for several GPUs start it more "
+            "than once, with different --suite, --tasks or --lengths and the same --out"
+        )
+    return lm
 
 
 def _weights(checkpoint: str) -> str | None:
@@ -219,7 +226,7 @@ def _conditions(
     return {
         "data": "hub" if folder is None else fingerprints(suite.files(folder, unit.task)),
         "limit": settings.limit,
-        "max_length": settings.max_length or suite.tokens(unit),
+        "max_length": (None if unit.length else settings.max_length) or suite.tokens(unit),
         "truncate": settings.truncate,
         "num_fewshot": suite.num_fewshot,
         "seed": settings.seed,

@@ -13,7 +13,7 @@ from flash_frac.data import byte_tokenizer
 from flash_frac.evals import harness
 from flash_frac.evals.language_model import CPU_TOKENS, FracLM
 from flash_frac.evals.suites import SUITES
-from tests.evals.known import request
+from tests.evals.known import request, tiny_frac
 
 lm_eval = pytest.importorskip("lm_eval")
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -25,10 +25,12 @@ def prompts(texts, **options):
     return [SimpleNamespace(args=(text, asked)) for text in texts]
 
 
-def test_padded_generation_equals_unpadded(checkpoint):
+@pytest.mark.parametrize("options", [{}, {"attention_layers": [1]}], ids=["frac", "hybrid"])
+def test_padded_generation_equals_unpadded(options):
     """In one batch, shorter prompts are padded on the left; one by one they are not."""
-    together = FracLM(str(checkpoint), batch_size=4).generate_until(prompts(TEXTS))
-    alone = FracLM(str(checkpoint), batch_size=1).generate_until(prompts(TEXTS))
+    model, tokenizer = tiny_frac(**options), byte_tokenizer()
+    together = FracLM(model, tokenizer=tokenizer, batch_size=4).generate_until(prompts(TEXTS))
+    alone = FracLM(model, tokenizer=tokenizer, batch_size=1).generate_until(prompts(TEXTS))
     assert together == alone and len(set(alone)) > 1
 
 
@@ -58,6 +60,21 @@ def test_auto_on_a_cpu_bounds_the_tokens_of_a_batch(checkpoint):
     assert lm._detect_batch_size() == CPU_TOKENS // 1024
     assert lm._generation_batch_size(65536) == 1 and lm._generation_batch_size(1) == 64
     assert lm.generate_until(prompts(TEXTS)) and lm.batch_size == "auto"
+
+
+def test_auto_takes_fewer_rows_until_they_fit(checkpoint):
+    """The search on a GPU, with a memory that holds five prompts."""
+    tried = []
+
+    class Small(FracLM):
+        def _model_generate(self, context, max_length, stop, **options):
+            tried.append(tuple(context.shape))
+            if len(context) > 5:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            return super()._model_generate(context, max_length, stop, **options)
+
+    assert Small(str(checkpoint), batch_size="auto")._try_batch_sizes(32) <= 5
+    assert tried[0] == (64, 30) and tried[-1][0] <= 5
 
 
 def test_nothing_is_cut_in_silence(checkpoint):
