@@ -1,0 +1,219 @@
+"""A small decoder-only language model around any mixer of `flash_frac.baselines`.
+
+    h = embed(tokens);  h = h + mixer(norm(h));  [h = h + mlp(norm(h))];  logits = head(norm(h))
+
+With Frac and without an MLP it is FracForCausalLM, parameter by parameter. Published attention and
+Gated DeltaNet models have an MLP in every block, Frac and Mamba models have none: `mlp_size` says.
+Letters: B batch, T time, E width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_frac.baselines import make_mixer
+from flash_frac.inspect import evaluating
+from flash_frac.layers import RMSNorm
+from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
+
+NORM_EPS = 1e-6
+INIT_STD = 0.02
+IGNORE = -100
+# Logits in memory at once in training, over all tokens of a chunk: 0.4 GB in bfloat16 and float32.
+_LOGITS_AT_ONCE = 2**26
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelDesign:
+    """What a `LanguageModel` is built from.
+
+    Attributes:
+        mixer, num_heads, head_dim, options: of `flash_frac.baselines.make_mixer`.
+        vocab_size, hidden_size, num_layers: sizes.
+        mlp_size: inner width of the SwiGLU after every mixer; 0 for none.
+        tied: whether the head shares the embedding.
+
+    Example:
+        >>> LanguageModelDesign(
+        ...     mixer="frac", vocab_size=16, hidden_size=256, num_layers=8, num_heads=8, head_dim=48
+        ... )
+    """
+
+    mixer: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    mlp_size: int = 0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.mlp_size < 0:
+            raise ValueError(f"mlp_size must be at least 0, got {self.mlp_size}; 0 is no MLP")
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) up x), without biases."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), and then x + mlp(norm(x)) if there is an MLP."""
+
+    def __init__(self, design: LanguageModelDesign) -> None:
+        super().__init__()
+        width = design.hidden_size
+        self.norm = RMSNorm(width, NORM_EPS)
+        self.mixer = make_mixer(
+            design.mixer,
+            width,
+            num_heads=design.num_heads,
+            head_dim=design.head_dim,
+            **design.options,
+        )
+        self.mlp_norm = RMSNorm(width, NORM_EPS) if design.mlp_size else None
+        self.mlp = SwiGLU(width, design.mlp_size) if design.mlp_size else None
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        mixed, state = self.mixer(self.norm(x), state=state)
+        x = x + mixed
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
+
+
+class LanguageModel(nn.Module):
+    """Logits (B, T, V) of the next token at each of the tokens (B, T).
+
+    Weights of Linear layers and embeddings start at N(0, 0.02) and biases of Linear layers at 0, as
+    in FracForCausalLM; all else, such as what carries time, keeps the start of its own class. The
+    parameters have the names that they have in FracForCausalLM, but for the prefix "model.".
+
+    Example:
+        >>> model = LanguageModel(design)
+        >>> hidden, states = model.encode(tokens)
+        >>> more, states = model.encode(next_tokens, states)
+    """
+
+    def __init__(self, design: LanguageModelDesign) -> None:
+        super().__init__()
+        self.design = design
+        self.embed_tokens = nn.Embedding(design.vocab_size, design.hidden_size)
+        self.layers = nn.ModuleList(Block(design) for _ in range(design.num_layers))
+        self.norm = RMSNorm(design.hidden_size, NORM_EPS)
+        self.lm_head = nn.Linear(design.hidden_size, design.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if design.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def encode(
+        self, tokens: Tensor, states: Sequence[Any] | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """Hidden states (B, T, E) after the last norm, and the state of every layer after them.
+
+        Args:
+            tokens: (B, T), of any integer dtype.
+            states: those of an earlier call, to continue its rows; None to begin.
+        """
+        hidden = self.embed_tokens(tokens.long())
+        after = []
+        for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
+            hidden, state = layer(hidden, state)
+            after.append(state)
+        return self.norm(hidden), after
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.encode(tokens)[0])
+
+
+def make_model(design: LanguageModelDesign, seed: int) -> LanguageModel:
+    """A model whose weights are drawn from the seed; the generators of the caller stay untouched.
+
+    Example: `make_model(design, seed=0)`
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LanguageModel(design)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters, a tied one counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the targets, as `experiments.training.Loss` has it.
+
+    Logits are never all in memory, and nothing waits for the host, so that a CUDA graph may hold
+    it.
+
+    Args:
+        model: a `LanguageModel`.
+        inputs, targets: (B, T), of any integer dtype; targets are those of the next token, -100
+            where none is asked for.
+    """
+    assert isinstance(model, LanguageModel)
+    chunk = max(1, _LOGITS_AT_ONCE // model.design.vocab_size)
+    hidden, _ = model.encode(inputs)
+    return linear_cross_entropy(
+        hidden, model.lm_head.weight, targets.long(), ignore_index=IGNORE, chunk_tokens=chunk
+    )
+
+
+def token_losses(model: LanguageModel, tokens: Tensor, piece: int) -> Tensor:
+    """The loss of every token of long rows but the first, (B, T - 1), on the model's device.
+
+    Rows are read in pieces, the states carried on, so that only a piece has activations and logits
+    in memory. Products follow the caller's autocast but for the head's, which is in float32.
+
+    Args:
+        model: its mode is as before when this returns.
+        tokens: (B, T), of any integer dtype, on any device.
+        piece: tokens of a row that are read at once.
+
+    Example:
+        >>> perplexity = token_losses(model, tokens, 4096).mean().exp()
+    """
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"tokens must have shape (B, T) with T at least 2, got {tuple(tokens.shape)}; the "
+            "first token of a row is only read"
+        )
+    if piece < 1:
+        raise ValueError(f"piece must be at least 1, got {piece}")
+    weight = model.lm_head.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    states, losses = None, []
+    with evaluating(model):
+        for start in range(0, tokens.shape[1] - 1, piece):
+            part = tokens[:, start : start + piece + 1].to(weight.device).long()
+            hidden, states = model.encode(part[:, :-1], states)
+            with torch.autocast(weight.device.type, enabled=False):
+                logits = F.linear(hidden.to(wide), weight.to(wide))
+            flat = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+            losses.append(flat.view(logits.shape[:2]))
+    return torch.cat(losses, 1)
