@@ -17,8 +17,9 @@ from experiments.heavy_tail.data import (
     event_values,
 )
 from experiments.heavy_tail.kernels import accuracies, yardsticks
-from experiments.heavy_tail.model import DESIGNS, Probe, num_parameters
+from experiments.heavy_tail.model import DESIGNS, EARLY, LONGEST, Probe, num_parameters
 from flash_frac.models.inputs import random_elapsed
+from flash_frac.ops import log_prior
 
 
 def test_gaps_have_their_law():
@@ -167,3 +168,19 @@ def test_the_lead_is_a_test_over_seeds():
     assert line.startswith("| Mamba2 | ") and float(line.split("|")[2]) < 1e-4
     ((same,),) = [summary.lead({**found, "mamba2": found["frac"]}, "frac")[2:]]
     assert float(same.split("|")[2]) == 0.5
+
+
+@pytest.mark.parametrize(
+    "gamma, expected", [(0.1, {512: 99.8, 131072: 98.5}), (0.5, {512: 99.6, 131072: 97.8})]
+)
+def test_the_early_regime_starts_with_the_power_law(gamma, expected):
+    """What the README says of the untrained kernel, by 1 - arccos(cosine) / pi."""
+    log_tau = torch.linspace(math.log(EARLY["tau_min"]), 0, 16, dtype=torch.float64)
+    alpha = torch.tensor([1 - gamma], dtype=torch.float64)
+    rate = torch.exp(-log_tau) / LONGEST
+    weights = log_prior(alpha, log_tau, "exact")[0].softmax(0) * -torch.expm1(-rate)
+    for length, accuracy in expected.items():
+        lag = torch.arange(1, length + 1, dtype=torch.float64)
+        kernel, target = weights @ torch.exp(-rate[:, None] * lag), lag**-gamma
+        cosine = kernel @ target / (kernel.norm() * target.norm())
+        assert 100 * (1 - math.acos(cosine) / math.pi) == pytest.approx(accuracy, abs=0.05)
