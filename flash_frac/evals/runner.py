@@ -182,11 +182,11 @@ def _load(checkpoint: str, settings: Settings) -> Any:
     return lm
 
 
-def _weights(checkpoint: str) -> str | None:
-    """A fingerprint of a folder's model: its configuration and the ends of its weights."""
+def _weights(checkpoint: str) -> str:
+    """A fingerprint of a folder's model, its configuration and the ends of its weights; or an id."""
     folder = Path(checkpoint)
     if not folder.is_dir():
-        return None
+        return f"hub:{checkpoint}"
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         with path.open("rb") as file:
