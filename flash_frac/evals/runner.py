@@ -183,7 +183,7 @@ def _load(checkpoint: str, settings: Settings) -> Any:
 
 
 def _weights(checkpoint: str) -> str:
-    """A fingerprint of a folder's model, its configuration and the ends of its weights; or an id."""
+    """A fingerprint of a folder's model, from its configuration and the ends of its weights."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return f"hub:{checkpoint}"
