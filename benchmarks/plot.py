@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import OURS, RESULTS
+from measure import RESULTS
 
+from flash_frac.bench.timing import OURS
 from flash_frac.extras import require
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"

@@ -266,6 +266,32 @@ def compare(
 
 
 @app.command()
+def bench(
+    config: Annotated[
+        str | None, typer.Argument(help="Folder with a config.json; the paper's 1.3B by default.")
+    ] = None,
+    parts: Annotated[str, typer.Option(help="What to measure.")] = "prefill,decode,train",
+    peers: Annotated[
+        str, typer.Option(help="Models beside it, where they can be imported; none for none.")
+    ] = "qwen3,transformers_mamba2,gated_deltanet,mamba2",
+    lengths: Annotated[str, typer.Option(help="Of prefill, in tokens.")] = "1024,4096,16384",
+    out: Annotated[Path | None, typer.Option(help="A JSON file for every number.")] = None,
+) -> None:
+    """Tokens/s of prefill, decoding and training with random weights, beside the paper's."""
+    from flash_frac.bench import bench as measure
+    from flash_frac.bench import choose_config, choose_sizes
+
+    lines, _ = measure(
+        choose_config(config),
+        parts=parts.split(","),
+        peers=[] if peers == "none" else peers.split(","),
+        sizes=choose_sizes(lengths),
+        out=out,
+    )
+    print("", *lines, sep="\n")
+
+
+@app.command()
 def doctor(
     quick: Annotated[bool, typer.Option(help="Leave out what takes longer.")] = False,
 ) -> None:

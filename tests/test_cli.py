@@ -108,6 +108,15 @@ def test_a_conversation_can_be_undone(checkpoint):
     assert plain.num_tokens == stream.num_tokens
 
 
+def test_bench(checkpoint, tmp_path):
+    out = tmp_path / "rows.json"
+    options = ("--parts", "prefill", "--peers", "none", "--lengths", "16,32", "--out", out)
+    done = frac("bench", checkpoint, *options, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "| *FRAC, paper* | 16,213 |" in done.stdout and "prefill@32" in done.stdout
+    assert out.exists()
+
+
 def test_doctor():
     done = frac("doctor", "--quick", timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

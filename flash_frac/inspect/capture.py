@@ -34,8 +34,8 @@ def watching(model: nn.Module, visit: Visit) -> Iterator[None]:
     def wrap(layer: int, mixer: FracMixer) -> Callable[..., Controls]:
         original = mixer.controls
 
-        def controls(inner_x: Tensor, u: Tensor, mask: Tensor | None = None) -> Controls:
-            result = original(inner_x, u, mask)
+        def controls(inner_x: Tensor, *rest: Tensor | None) -> Controls:
+            result = original(inner_x, *rest)  # pyright: ignore[reportArgumentType]
             visit(layer, mixer, layer_dynamics(mixer, mixer.dyn_proj(inner_x)), result)
             return result
 

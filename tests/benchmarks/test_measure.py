@@ -6,7 +6,10 @@ import csv
 import measure
 import pytest
 import torch
-from measure import COLUMNS, RESULTS, Times, append, attempt, check_header, make_row
+from measure import COLUMNS, RESULTS, append, check_header
+
+from flash_frac.bench import timing
+from flash_frac.bench.timing import Times, attempt, make_row
 
 SCRIPTS = sorted(RESULTS.parent.glob("*.py"))
 
@@ -77,16 +80,16 @@ def test_a_failure_is_told_once_and_only_ours_counts(capsys):
 def test_functions_take_turns(monkeypatch):
     calls = []
     functions = {name: lambda name=name: calls.append(name) for name in "ab"}
-    monkeypatch.setattr(measure, "sample", lambda function, repeats: [function() or 4.0] * repeats)
-    times = measure.time_in_turns(functions, rounds=2, repeats=3)
+    monkeypatch.setattr(timing, "sample", lambda function, repeats: [function() or 4.0] * repeats)
+    times = timing.time_in_turns(functions, rounds=2, repeats=3)
     assert calls == [*"ababab"]
     assert times == {"a": (4, 4, 4), "b": (4, 4, 4)}
 
 
 def test_a_sample_has_so_many_times():
     if not torch.cuda.is_available():
-        assert len(measure.sample(lambda: None, 3)) == 3
-    assert measure.quantiles([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (2, 3.5, 5)
+        assert len(timing.sample(lambda: None, 3)) == 3
+    assert timing.quantiles([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (2, 3.5, 5)
 
 
 def test_the_commit_can_be_told():

@@ -5,11 +5,12 @@ import json
 import sys
 
 import model
-import peers
 import pytest
 import torch
-from model_parts import CPU_SIZES, our_subject, set_backend, step_times
 
+from flash_frac.bench import models, peers
+from flash_frac.bench.parts import CPU_SIZES, our_subject, set_backend, step_times
+from flash_frac.bench.table import PAPER, bench, choose_config, choose_sizes, paper_table
 from flash_frac.models import FracConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sizes would be a GPU's")
@@ -67,7 +68,7 @@ def test_parts_alone(config, capsys):
 
 def test_our_own_failure_is_seen_but_not_the_end(config, monkeypatch):
     def broken(subject, sizes, failures):
-        model.attempt(subject.label("eager"), lambda: 1 / 0, failures)
+        models.attempt(subject.label("eager"), lambda: 1 / 0, failures)
         return []
 
     monkeypatch.setitem(model.PARTS, "prefill", broken)
@@ -90,10 +91,10 @@ def test_a_wrong_model_is_not_timed(monkeypatch, factor):
         built.model.norm.weight.data.fill_(factor if backend == "recurrent" else 1)
         return set_backend(built, backend)
 
-    assert model.check("cpu", "torch") < 0.1
-    monkeypatch.setattr(model, "set_backend", spoil)
+    assert models.check("cpu", "torch") < 0.1
+    monkeypatch.setattr(models, "set_backend", spoil)
     with pytest.raises(SystemExit, match=r"logits on recurrent are wrong by .*: no timing"):
-        model.check("cpu", "recurrent")
+        models.check("cpu", "recurrent")
 
 
 def test_every_layer_takes_the_backend():
@@ -127,3 +128,47 @@ def test_the_transformer_is_as_large_as_ours():
         sizes.append(sum(p.numel() for p in built.parameters()) - embedding)
     assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
     assert peer.config.num_hidden_layers == 26 and peer.shape == {"H": 16, "M": None, "D": 128}
+
+
+def test_bench_prints_the_layout_of_the_paper(tmp_path, capsys):
+    path = tmp_path / "deep" / "rows.json"
+    lines, left_out = bench(
+        FracConfig(**TINY), peers=["qwen3", "mamba2"], sizes=CPU_SIZES, out=path
+    )
+    ours = next(line for line in lines if line.startswith("| flash_frac 18.1K (Generator)"))
+    assert ours.count("|") == lines[0].count("|") and "prefill@16" in lines[0]
+    assert any("Qwen3" in line for line in lines) and len(left_out) == 1
+    assert lines[-1].startswith("| *FRAC, paper* | 16,213 | 49,946 | 77,490 | 33 | 241,598 |")
+    assert len(lines) == 2 + 3 + len(PAPER)
+    kept = json.loads(path.read_text())
+    assert len(kept["rows"]) == 14 and kept["left_out"] == left_out and kept["made_with"]["torch"]
+
+
+def test_columns_of_the_table():
+    row = {"implementation": "flash_frac", "pass": "prefill", "B": 1, "T": 4096}
+    rows = [row | {"tokens_per_s": 1234.5}, row | {"pass": "decode", "B": 64, "tokens_per_s": 9}]
+    lines = paper_table(rows)
+    assert lines[0].endswith("| decode | train@4K | decode x 64 |")
+    assert lines[2] == "| flash_frac |  | 1,234 |  |  |  | 9 |"
+
+
+def test_bench_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match="parts must be of prefill, decode, train, got speed"):
+        bench(FracConfig(**TINY), parts=["speed"])
+    with pytest.raises(ValueError, match=r"peers must be of qwen3, .*, got gpt"):
+        bench(FracConfig(**TINY), peers=["gpt"])
+
+
+def test_the_default_is_the_model_of_the_recipe(monkeypatch):
+    with pytest.raises(ValueError, match="config must be given where there is no GPU"):
+        choose_config(None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    recipe, chosen = FracConfig.from_json_file(model.CONFIG), choose_config(None)
+    recipe.architectures = None
+    assert chosen.to_dict() == recipe.to_dict()
+
+
+def test_lengths_are_numbers():
+    assert choose_sizes("64,128").prefill == (64, 128)
+    with pytest.raises(ValueError, match="lengths must be positive numbers"):
+        choose_sizes("1K")

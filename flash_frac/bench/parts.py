@@ -1,4 +1,4 @@
-"""The parts of `model.py`: rows of prefill, decoding, a training step, and of small models.
+"""What is measured of a model: rows of prefill, decoding, a training step, and of small models.
 
 Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
 """
@@ -12,7 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from measure import (
+from torch import Tensor
+
+from flash_frac.bench.peers import build
+from flash_frac.bench.timing import (
     OURS,
     Times,
     attempt,
@@ -23,9 +26,6 @@ from measure import (
     time_in_turns,
     wall_ms,
 )
-from peers import build
-from torch import Tensor
-
 from flash_frac.models import FracConfig, FracForCausalLM
 
 
