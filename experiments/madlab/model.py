@@ -47,9 +47,10 @@ DESIGNS = {
         32,
         {
             "num_modes": 16,
-            "tau_min": 1.0,
             "tau_max": 2.0**17,
-            "settings": ControlSettings(dt_min=1e-4, dt_max=1, lambda_min=0.25, lambda_max=4),
+            # As in the published 1.3B model: the paper takes the settings of language modelling.
+            "read_init": -1.0,
+            "settings": ControlSettings(alpha_min=0.1, alpha_max=0.9),
         },
     ),
     "mamba2": Design("mamba2", 8, 32, {"state_size": 64}),
