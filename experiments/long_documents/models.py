@@ -1,0 +1,78 @@
+"""The models that are compared: about 30M parameters beside the embeddings, all of width 512.
+
+Attention and Gated DeltaNet have a SwiGLU after every mixer, as they are published; Frac and the
+Mambas have none, and more layers instead. Sizes that nobody prescribes are chosen for the count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.language_model import LanguageModelDesign, num_parameters
+from flash_frac.ops import ControlSettings
+
+# What recipes/models/frac-30m/config.json says.
+FRAC_SETTINGS = {"alpha_min": 0.1, "alpha_max": 0.9}
+FRAC_OPTIONS = {"num_modes": 16, "tau_max": 2.0**17, "read_init": -1.0}
+
+
+def frac_design(
+    options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+) -> LanguageModelDesign:
+    """Frac at 30M, with other options of FracMixer and other ControlSettings, if given."""
+    return LanguageModelDesign(
+        mixer="frac",
+        vocab_size=32000,
+        hidden_size=512,
+        num_layers=16,
+        num_heads=8,
+        head_dim=128,
+        options={
+            **FRAC_OPTIONS,
+            **(options or {}),
+            "settings": ControlSettings(**{**FRAC_SETTINGS, **(settings or {})}),
+        },
+    )
+
+
+def _peer(mixer: str, num_layers: int, num_heads: int, head_dim: int, **rest: Any):
+    return LanguageModelDesign(
+        mixer=mixer,
+        vocab_size=32000,
+        hidden_size=512,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        **rest,
+    )
+
+
+DESIGNS = {
+    "frac": frac_design(),
+    "attention": _peer("attention", 9, 8, 64, mlp_size=1472),
+    "mamba2": _peer("mamba2", 17, 16, 64, options={"state_size": 128}),
+    "gated_deltanet": _peer("gated_deltanet", 10, 6, 64, options={"expand_v": 2.0}, mlp_size=912),
+    "mamba3": _peer("mamba3", 17, 16, 64, options={"state_size": 128}),
+}
+
+
+def fitted(design: LanguageModelDesign, vocab_size: int, *, smoke: bool) -> LanguageModelDesign:
+    """The design for a vocabulary; with `smoke`, at a size for seconds on a CPU."""
+    if not smoke:
+        return dataclasses.replace(design, vocab_size=vocab_size)
+    return dataclasses.replace(
+        design,
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        head_dim=16,
+        mlp_size=min(design.mlp_size, 32),
+    )
+
+
+def num_inner_parameters(model: Any) -> int:
+    """Parameters beside the embeddings."""
+    return num_parameters(model) - model.embed_tokens.weight.numel()

@@ -1,0 +1,86 @@
+"""Draw results.csv as figure.svg: python -m experiments.long_documents.plot [--out FOLDER]"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.long_documents.run import HERE
+from experiments.long_documents.study import results
+from experiments.long_documents.summary import NAMES, Runs, best_runs, ratios, short
+from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
+
+COLOURS = {
+    "frac": OURS,
+    "attention": GREY,
+    "mamba2": OTHER,
+    "gated_deltanet": THIRD,
+    "mamba3": PALE,
+}
+# Of the relative perplexities that are drawn: attention's grow without bound beyond training.
+HIGHEST = 1.25
+
+
+def curve(axes: Any, name: str, values: Mapping[int, Sequence[float]]) -> None:
+    """Mean over seeds against length, and its standard deviation as a band."""
+    lengths = list(values)
+    mean = [statistics.mean(values[n]) for n in lengths]
+    axes.plot(lengths, mean, color=COLOURS[name], marker="o", ms=3.5, lw=1.6, label=NAMES[name])
+    if all(len(values[n]) > 1 for n in lengths):
+        spread = [statistics.stdev(values[n]) for n in lengths]
+        low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(lengths, low, high, color=COLOURS[name], alpha=0.15, lw=0)
+
+
+def relative(runs: Runs) -> dict[int, list[float]]:
+    """Each seed's perplexities over its own at the length of training, or at the shortest there
+    is."""
+    values = runs.by_seed("perplexity", "perplexity")
+    reference = values.get(runs.train_length, values[min(values)])
+    return {length: ratios(values[length], reference) for length in values}
+
+
+def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
+    """Perplexity on the left, recall on the right."""
+    left, right = axes
+    lowest = 1.0
+    for name, runs in found.items():
+        ratio = relative(runs)
+        lowest = min(lowest, *(min(values) for values in ratio.values()))
+        curve(left, name, ratio)
+        if recalled := runs.values("recall", "accuracy"):
+            curve(right, name, {n: [100 * v for v in recalled[n]] for n in recalled})
+    length = next(iter(found.values())).train_length
+    for axis in axes:
+        axis.axvline(length, color=GREY, lw=0.8)
+        axis.set_xscale("log", base=2)
+        shown = sorted({int(n) for line in axis.lines[:-1] for n in line.get_xdata()})
+        axis.set_xticks(shown, [short(n) for n in shown])
+        axis.grid(axis="y", color=FAINT, lw=0.6)
+        axis.set_axisbelow(True)
+    left.set(xlabel="context, tokens", ylabel=f"perplexity over that at {short(length)}")
+    left.set_ylim(lowest - 0.02, min(left.get_ylim()[1], HIGHEST))
+    right.axhline(10, color=GREY, lw=0.8, ls=":")
+    right.set(xlabel="distance of the fact, tokens", ylabel="digits right, percent", ylim=(-3, 103))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    options = parser.parse_args(arguments)
+    runs = best_runs(results(options.out).rows.values(), options.steps)
+    found = {name: runs[name] for name in NAMES if name in runs}
+    if not found:
+        raise SystemExit(f"{options.out} has no rows; python -m experiments.long_documents.run")
+    with figure_at(options.out / "figure.svg", (9, 3.4), (1, 1)) as (figure, axes):
+        draw(axes, found)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=5, frameon=False)
+
+
+if __name__ == "__main__":
+    main()

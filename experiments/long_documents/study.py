@@ -1,0 +1,228 @@
+"""Train language models on one corpus, all alike, and keep what is measured of each.
+
+What `experiments/long_documents` and `experiments/ablation` share: the protocol, the options of the
+command line, and the rows of results.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from experiments.language_model import LanguageModel, loss
+from experiments.long_documents.corpus import Corpus, read_corpus, toy_corpus, training_rows
+from experiments.long_documents.measure import perplexity_rows, recall_rows
+from experiments.long_documents.models import num_inner_parameters
+from experiments.table import Table
+from experiments.training import Optimisation, Training, shuffled_order, train_side_by_side
+from flash_frac.provenance import provenance
+
+KEY = ("model", "lr", "seed", "steps", "measurement", "length")
+COLUMNS = (
+    *KEY,
+    *("loss", "perplexity", "accuracy", "exact", "control_loss", "control_accuracy", "scored"),
+    *("batch_size", "train_length", "train_loss", "parameters", "train_s", "measure_s"),
+    *("commit", "machine", "torch"),
+)
+# Steps whose losses are averaged for train_loss.
+_LAST_STEPS = 50
+
+
+class Job(NamedTuple):
+    """A model to train: the first columns of its rows."""
+
+    model: str
+    lr: float
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What all models of a run share.
+
+    Attributes:
+        train_length, batch_size: tokens of a training row, and rows of a step.
+        lengths: of the windows that perplexity is measured in.
+        distances: of the planted facts; none are planted if empty.
+        num_questions: for each distance.
+        max_tokens: at most so many held-out tokens are scored; all if None.
+        at_once: models that share the GPU.
+    """
+
+    corpus: Corpus
+    device: torch.device
+    train_length: int
+    batch_size: int
+    lengths: tuple[int, ...]
+    distances: tuple[int, ...]
+    num_questions: int
+    max_tokens: int | None
+    at_once: int
+    bfloat16: bool
+    made_with: dict[str, object]
+
+    @property
+    def measurements(self) -> list[tuple[str, int]]:
+        """The last columns of KEY that each model has rows for."""
+        return [
+            *(("perplexity", length) for length in self.lengths),
+            *(("recall", distance) for distance in self.distances),
+        ]
+
+
+# The model of a name and a seed, on the CPU.
+Make = Callable[[str, int], LanguageModel]
+
+
+def results(folder: Path) -> Table:
+    """The rows in a folder, found by KEY."""
+    return Table(folder / "results.csv", COLUMNS, num_key=len(KEY))
+
+
+def optimisation(job: Job, protocol: Protocol) -> Optimisation:
+    """AdamW as in experiments/rfc, but for its second beta, which is 0.999 here."""
+    return Optimisation(
+        lr=job.lr,
+        steps=job.steps,
+        batch_size=protocol.batch_size,
+        weight_decay=0.1,
+        warmup=0.05,
+        clip=1.0,
+        bfloat16=protocol.bfloat16,
+    )
+
+
+def train_rows(jobs: Sequence[Job], make: Make, protocol: Protocol) -> Iterator[list[dict]]:
+    """Train the jobs side by side, then yield the rows of each."""
+    start = time.perf_counter()
+    # For models that draw numbers while they are trained.
+    torch.manual_seed(jobs[0].seed)
+    data = training_rows(protocol.corpus.train, protocol.train_length)
+    inputs, targets = (rows.to(protocol.device) for rows in data)
+    trainings = [
+        Training(
+            make(job.model, job.seed).to(protocol.device),
+            loss,
+            inputs,
+            targets,
+            shuffled_order(len(inputs), job.steps, protocol.batch_size, job.seed),
+            optimisation(job, protocol),
+        )
+        for job in jobs
+    ]
+    train_side_by_side(trainings)
+    train_s = (time.perf_counter() - start) / len(jobs)
+    for job, training in zip(jobs, trainings, strict=True):
+        assert isinstance(training.model, LanguageModel)
+        facts = {
+            **job._asdict(),
+            "batch_size": protocol.batch_size,
+            "train_length": protocol.train_length,
+            "train_loss": round(training.losses[-_LAST_STEPS:].mean().item(), 5),
+            "parameters": num_inner_parameters(training.model),
+            "train_s": round(train_s, 1),
+            **protocol.made_with,
+        }
+        yield [dict.fromkeys(COLUMNS) | facts | row for row in measure(training.model, protocol)]
+
+
+def measure(model: LanguageModel, protocol: Protocol) -> list[dict]:
+    """All measurements of a model."""
+    start = time.perf_counter()
+    with torch.autocast(protocol.device.type, torch.bfloat16, protocol.bfloat16):
+        rows = [
+            *perplexity_rows(
+                model, protocol.corpus, protocol.lengths, max_tokens=protocol.max_tokens
+            ),
+            *recall_rows(
+                model, protocol.corpus, protocol.distances, num_questions=protocol.num_questions
+            ),
+        ]
+    seconds = round(time.perf_counter() - start, 1)
+    return [{**row, "measure_s": seconds} for row in rows]
+
+
+def run(jobs: Sequence[Job], make: Make, table: Table, protocol: Protocol) -> None:
+    """Everything that the table does not have yet; each model's rows come at once."""
+    jobs = [
+        job for job in jobs if any((*job, *kind) not in table for kind in protocol.measurements)
+    ]
+    for start in range(0, len(jobs), protocol.at_once):
+        for rows in train_rows(jobs[start : start + protocol.at_once], make, protocol):
+            table.append(rows)
+            values = [
+                f"{row['length']}:{row['perplexity'] or row['accuracy']}"
+                for row in rows
+            ]  # fmt: skip
+            first = rows[0]
+            print(*(first[name] for name in (*Job._fields, "train_s", "measure_s")), flush=True)
+            print("   ", *values, flush=True)
+
+
+def add_options(parser: argparse.ArgumentParser, *, steps: int) -> None:
+    """The options that both experiments have."""
+    parser.add_argument("--corpus", type=Path, help="the folder that prepare.py made")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch-size", type=int, default=8, help="rows of a step")
+    parser.add_argument("--train-length", type=int, default=4096)
+    parser.add_argument("--max-tokens", type=int, help="held-out tokens that are scored; all")
+    parser.add_argument("--at-once", type=int, default=1, help="models that share the GPU")
+    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
+    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs, in seconds on a CPU")
+
+
+def shrink(options: argparse.Namespace) -> None:
+    """Sizes of a smoke test, in place."""
+    options.seeds, options.lrs, options.steps = [0], [2e-3], 3
+    options.batch_size, options.train_length, options.lengths = 4, 64, [64, 128]
+
+
+def make_protocol(
+    options: argparse.Namespace, distances: Sequence[int] = (), num_questions: int = 0
+) -> Protocol:
+    """The protocol that follows from the options; `options.lengths` must be there."""
+    if options.corpus is None and not options.smoke:
+        raise SystemExit(
+            "--corpus must name the folder that python -m experiments.long_documents.prepare made; "
+            "or use --smoke"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made_with = provenance() | ({"commit": options.commit} if options.commit else {})
+    return Protocol(
+        corpus=toy_corpus() if options.smoke else read_corpus(options.corpus),
+        device=device,
+        train_length=options.train_length,
+        batch_size=options.batch_size,
+        lengths=tuple(sorted(options.lengths)),
+        distances=tuple(sorted(distances)),
+        num_questions=num_questions,
+        max_tokens=options.max_tokens,
+        at_once=options.at_once,
+        bfloat16=device.type == "cuda",
+        made_with={name: made_with[name] for name in ("commit", "machine", "torch")},
+    )
+
+
+def make_jobs(options: argparse.Namespace, models: Sequence[str]) -> list[Job]:
+    """Seeds outermost, so that an interrupted run has whole comparisons."""
+    return [
+        Job(model, lr, seed, options.steps)
+        for seed, lr, model in product(options.seeds, options.lrs, models)
+    ]
+
+
+def out_folder(options: argparse.Namespace, here: Path) -> Path:
+    """Where results.csv is: as told, or beside the experiment; smoke tests leave that alone."""
+    return options.out or (Path(tempfile.mkdtemp()) if options.smoke else here)

@@ -1,0 +1,139 @@
+"""results.csv as tables: python -m experiments.long_documents.summary [--steps S] [--out FOLDER]
+
+Mean and standard deviation over seeds. Of several learning rates that one counts, for each model,
+whose mean perplexity at the length of training is lowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.long_documents.run import HERE
+from experiments.long_documents.study import results
+
+NAMES = {
+    "frac": "Frac",
+    "attention": "attention",
+    "mamba2": "Mamba2",
+    "gated_deltanet": "Gated DeltaNet",
+    "mamba3": "Mamba3",
+}
+
+Row = Mapping[str, str]
+
+
+class Runs(NamedTuple):
+    """Rows of a model at its best learning rate, for all seeds."""
+
+    lr: float
+    rows: Sequence[Row]
+
+    def by_seed(self, measurement: str, column: str) -> dict[int, dict[int, float]]:
+        """A column's numbers by length or distance, and then by seed."""
+        found: dict[int, dict[int, float]] = {}
+        for row in self.rows:
+            if row["measurement"] == measurement:
+                seeds = found.setdefault(int(row["length"]), {})
+                seeds[int(row["seed"])] = float(row[column])
+        return dict(sorted(found.items()))
+
+    def values(self, measurement: str, column: str) -> dict[int, list[float]]:
+        """A column's numbers over seeds, by length or distance."""
+        found = self.by_seed(measurement, column)
+        return {length: list(seeds.values()) for length, seeds in found.items()}
+
+    @property
+    def train_length(self) -> int:
+        return int(self.rows[0]["train_length"])
+
+    @property
+    def num_seeds(self) -> int:
+        return len({row["seed"] for row in self.rows})
+
+
+def best_runs(rows: Iterable[Row], steps: int | None = None) -> dict[str, Runs]:
+    """By model, of the runs with so many steps; with the most there are if None."""
+    rows = list(rows)
+    if not rows:
+        return {}
+    steps = steps or max(int(row["steps"]) for row in rows)
+    by_rate: dict[str, dict[float, list[Row]]] = {}
+    for row in rows:
+        if int(row["steps"]) == steps:
+            rates = by_rate.setdefault(row["model"], {})
+            rates.setdefault(float(row["lr"]), []).append(row)
+    return {model: _best(rates) for model, rates in by_rate.items()}
+
+
+def _best(rates: Mapping[float, Sequence[Row]]) -> Runs:
+    runs = [Runs(lr, rows) for lr, rows in rates.items()]
+    # A rate that has fewer seeds than another is not finished, and its mean not comparable.
+    most = max(run.num_seeds for run in runs)
+
+    def score(run: Runs) -> float:
+        losses = run.values("perplexity", "loss")
+        return statistics.mean(losses.get(run.train_length, losses[min(losses)]))
+
+    return min((run for run in runs if run.num_seeds == most), key=score)
+
+
+def ratios(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
+    """Each seed's value over its own in `reference`, for the seeds that both have."""
+    return [value / reference[seed] for seed, value in values.items() if seed in reference]
+
+
+def cell(values: Sequence[float], digits: int = 2) -> str:
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def short(number: int) -> str:
+    """4096 as 4K."""
+    return f"{number // 1024}K" if number >= 1024 else str(number)
+
+
+def table(
+    found: Mapping[str, Runs], measurement: str, column: str, *, scale: float = 1, digits: int = 2
+) -> list[str]:
+    """Rows of a Markdown table: models down, lengths or distances across."""
+    columns = {name: runs.values(measurement, column) for name, runs in found.items()}
+    lengths = sorted({length for values in columns.values() for length in values})
+    lines = [
+        f"| {column} | seeds | lr | {' | '.join(map(short, lengths))} |",
+        "|---" * (len(lengths) + 3) + "|",
+    ]
+    for name, values in columns.items():
+        cells = [
+            cell([scale * v for v in values[n]], digits) if n in values else "" for n in lengths
+        ]
+        runs = found[name]
+        lines.append(
+            f"| {NAMES.get(name, name)} | {runs.num_seeds} | {runs.lr:g} | {' | '.join(cells)} |"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    options = parser.parse_args(arguments)
+    found = best_runs(results(options.out).rows.values(), options.steps)
+    if not found:
+        raise SystemExit(f"{options.out} has no rows; python -m experiments.long_documents.run")
+    print("Perplexity of held-out documents against context\n")
+    print(*table(found, "perplexity", "perplexity", digits=3), sep="\n")
+    print("\nDigits of a planted value that are right, percent, against distance\n")
+    for column in ("accuracy", "control_accuracy", "exact"):
+        print(*table(found, "recall", column, scale=100, digits=1), "", sep="\n")
+    print("Loss of the digits, nats\n")
+    for column in ("loss", "control_loss"):
+        print(*table(found, "recall", column), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
