@@ -1,0 +1,79 @@
+"""results.csv as a table: python -m experiments.ablation.summary [--steps S] [--out FOLDER]
+
+Mean and standard deviation over seeds, the change from the baseline in percent, and the paper's
+perplexities (390M parameters, 30B tokens, other documents) with their changes beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.ablation.run import HERE
+from experiments.ablation.variants import BASELINE, DATASETS, VARIANTS
+from experiments.long_documents.study import results
+from experiments.long_documents.summary import Runs, best_runs, cell, ratios, short
+
+
+def changes(found: Mapping[str, Runs], length: int) -> dict[str, list[float]]:
+    """Change of the perplexity from the baseline's, percent, seed by seed that both have."""
+    by_seed = {
+        name: runs.by_seed("perplexity", "perplexity").get(length, {})
+        for name, runs in found.items()
+    }
+    base = by_seed.get(BASELINE, {})
+    return {
+        name: [100 * (ratio - 1) for ratio in ratios(seeds, base)]
+        for name, seeds in by_seed.items()
+    }
+
+
+def paper_change(name: str) -> float | None:
+    """Mean over DATASETS of the paper's change from its baseline, percent; None if not there."""
+    ours, base = VARIANTS[name].paper, VARIANTS[BASELINE].paper
+    if ours is None or base is None:
+        return None
+    return statistics.mean(100 * (a / b - 1) for a, b in zip(ours, base, strict=True))
+
+
+def table(found: Mapping[str, Runs]) -> list[str]:
+    """Rows of a Markdown table, in the order of VARIANTS."""
+    columns = {name: runs.values("perplexity", "perplexity") for name, runs in found.items()}
+    lengths = sorted({length for values in columns.values() for length in values})
+    heads = [f"{short(n)} | change, %" for n in lengths]
+    paper = [f"paper: {name}" for name in DATASETS]
+    heads = ["", "seeds", "parameters", *heads, *paper, "mean change, %"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * (len(heads) + len(lengths)) + "|"]
+    change = {length: changes(found, length) for length in lengths}
+    for name, variant in VARIANTS.items():
+        if name not in found:
+            continue
+        runs = found[name]
+        cells = [variant.label, str(runs.num_seeds), f"{int(runs.rows[0]['parameters']):,}"]
+        for length in lengths:
+            there = columns[name].get(length)
+            cells.append(cell(there, 3) if there else "")
+            difference = change[length][name]
+            cells.append(cell(difference, 2) if difference and name != BASELINE else "")
+        cells += [f"{value}" for value in variant.paper or ("", "", "")]
+        beside = paper_change(name)
+        cells.append("" if beside is None or name == BASELINE else f"{beside:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    options = parser.parse_args(arguments)
+    found = best_runs(results(options.out).rows.values(), options.steps)
+    if not found:
+        raise SystemExit(f"{options.out} has no rows; python -m experiments.ablation.run")
+    print(*table(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

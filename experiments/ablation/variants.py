@@ -1,0 +1,113 @@
+"""The rows of the ablation: what each changes in Frac, and what the paper found.
+
+A row is a set of options of FracMixer and of ControlSettings; nothing else differs. The paper does
+not say which law of independent timescales it starts from (here log-uniform), nor what takes the
+place of the softmax (here the logits themselves; "sigmoid" is a row of ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from experiments.language_model import LanguageModel, LanguageModelDesign, make_model
+from experiments.long_documents.models import fitted, frac_design
+from flash_frac.models.inputs import random_elapsed
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+DATASETS = ("ProofPile", "PG19", "GovReport")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A row.
+
+    Attributes:
+        label: its name in tables.
+        options, settings: what it gives FracMixer and ControlSettings beside the baseline's.
+        dilation: in training, time passes up to so many times as fast
+            (`FracConfig.frac_time_dilation`).
+        paper: perplexity at 16K of 390M parameters on DATASETS, if it is a row of the paper.
+    """
+
+    label: str
+    options: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    settings: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    dilation: float = 1.0
+    paper: tuple[float, float, float] | None = None
+
+
+BASELINE = "baseline"
+_BANK = {"bank": "W1_M16_simplex"}
+VARIANTS = {
+    BASELINE: Variant(label="Frac", paper=(47.2, 28.4, 11.3)),
+    "alpha_1": Variant(label="α = 1", settings={"alpha_fixed": 1.0}, paper=(61.3, 36.2, 19.7)),
+    "no_write_prior": Variant(
+        label="w/o write prior", settings={"write_prior": False}, paper=(68.5, 41.6, 18.2)
+    ),
+    "pure_bank": Variant(
+        label="pure multiscale bank",
+        options={"learned_timescales": True},
+        settings={"alpha_fixed": 1.0, "read_prior": False, "write_prior": False},
+        paper=(76.3, 47.1, 17.2),
+    ),
+    "no_softmax": Variant(
+        label="w/o softmax R/W", settings={"normalization": "none"}, paper=(80.4, 36.9, 15.5)
+    ),
+    "learned_timescales": Variant(
+        label="learned timescales",
+        options={"learned_timescales": True},
+        paper=(54.1, 34.3, 13.5),
+    ),
+    "no_D": Variant(label="w/o D", options={"use_D": False}, paper=(70.9, 46.4, 23.6)),
+    "modes_8": Variant(label="M = 8", options={"num_modes": 8}, paper=(51.4, 33.9, 14.5)),
+    "modes_32": Variant(label="M = 32", options={"num_modes": 32}, paper=(47.9, 29.1, 10.6)),
+    # What the paper's text leaves open.
+    "exact_zoh": Variant(label="β = (1 - ρ) / λ", settings={"beta": "exact_zoh"}),
+    "sigmoid": Variant(label="sigmoid R/W", settings={"normalization": "sigmoid"}),
+    # What we would change.
+    "exact_prior": Variant(label="exact prior", settings={"prior": "exact"}),
+    "optimised_bank": Variant(label="optimised bank", options=_BANK),
+    "exact_prior_and_bank": Variant(
+        label="exact prior, optimised bank", options=_BANK, settings={"prior": "exact"}
+    ),
+    "time_dilation": Variant(label="time dilation to 16", dilation=16.0),
+}
+PAPER_ROWS = tuple(name for name, variant in VARIANTS.items() if variant.paper is not None)
+
+
+def design(name: str) -> LanguageModelDesign:
+    """The 30M model of a row of VARIANTS."""
+    variant = VARIANTS[name]
+    return frac_design(variant.options, variant.settings)
+
+
+def make_variant(name: str, seed: int, *, vocab_size: int, smoke: bool) -> LanguageModel:
+    """The model of a row; with `smoke`, a tiny one."""
+    model = make_model(fitted(design(name), vocab_size, smoke=smoke), seed)
+    if VARIANTS[name].dilation > 1:
+        dilate_time(model, VARIANTS[name].dilation)
+    return model
+
+
+def dilate_time(model: LanguageModel, dilation: float) -> None:
+    """Let time pass up to `dilation` times as fast in training, by hooks on the mixers.
+
+    Every row of a batch has a factor of its own, the same in all layers.
+    """
+    mixers = [layer.mixer for layer in model.layers]
+    drawn: dict[str, Tensor] = {}
+
+    def pass_time(mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if not mixer.training:
+            return None
+        if mixer is mixers[0]:
+            drawn["elapsed"] = random_elapsed(args[0], None, dilation)
+        return args, kwargs | drawn
+
+    for mixer in mixers:
+        mixer.register_forward_pre_hook(pass_time, with_kwargs=True)
