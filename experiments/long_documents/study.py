@@ -32,8 +32,9 @@ COLUMNS = (
     *("batch_size", "train_length", "train_loss", "parameters", "train_s", "measure_s"),
     *("commit", "machine", "torch"),
 )
-# Steps whose losses are averaged for train_loss.
+# Steps whose losses are averaged in train_loss and in reports, and steps between reports.
 _LAST_STEPS = 50
+_REPORT_EVERY = 400
 
 
 class Job(NamedTuple):
@@ -119,7 +120,7 @@ def train_rows(jobs: Sequence[Job], make: Make, protocol: Protocol) -> Iterator[
         )
         for job in jobs
     ]
-    train_side_by_side(trainings)
+    train_side_by_side(trainings, after=report)
     train_s = (time.perf_counter() - start) / len(jobs)
     for job, training in zip(jobs, trainings, strict=True):
         assert isinstance(training.model, LanguageModel)
@@ -133,6 +134,15 @@ def train_rows(jobs: Sequence[Job], make: Make, protocol: Protocol) -> Iterator[
             **protocol.made_with,
         }
         yield [dict.fromkeys(COLUMNS) | facts | row for row in measure(training.model, protocol)]
+
+
+def report(training: Training) -> bool:
+    """Print a line now and then, from which the time of a whole run can be told; never stop."""
+    if training.taken % _REPORT_EVERY == 0:
+        recent = training.losses[training.taken - _LAST_STEPS : training.taken].mean().item()
+        clock = time.strftime("%H:%M:%S")
+        print(f"    {clock} step {training.taken}: loss {recent:.4f}", flush=True)
+    return False
 
 
 def measure(model: LanguageModel, protocol: Protocol) -> list[dict]:
