@@ -171,6 +171,39 @@ class Training:
         self.graph = None
 
 
+class Recorded:
+    """A function without arguments, which gives a tensor; on a GPU a graph from its second call on.
+
+    For what is done again and again beside training, such as a test after every epoch. The function
+    may not wait for the device.
+    """
+
+    def __init__(self, function: Callable[[], Tensor], stream: torch.cuda.Stream | None) -> None:
+        self.function, self.stream = function, stream
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """The result, when it is there; the next call may overwrite it."""
+        if self.stream is None:
+            return self.function()
+        if self._result is None:
+            # The first call compiles kernels, which a recording cannot.
+            with torch.cuda.stream(self.stream):
+                self._result = self.function()
+        else:
+            if self._graph is None:
+                self.stream.synchronize()
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, stream=self.stream):
+                    self._result = self.function()
+            with torch.cuda.stream(self.stream):
+                self._graph.replay()
+        self.stream.synchronize()
+        return self._result
+
+
 def train_side_by_side(
     trainings: Sequence[Training],
     *,

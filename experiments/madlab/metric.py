@@ -26,12 +26,12 @@ def confusion(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
         predicted, target: integer tensors of one shape; IGNORE in `target` is not scored.
         num_classes: V.
     """
-    scored = target != IGNORE
-    cells = target[scored] * num_classes + predicted[scored]
-    counts = torch.zeros(num_classes**2, dtype=torch.int64, device=target.device)
+    # One cell more for what is not scored: a choice of tokens would wait for the device.
+    cells = (target * num_classes + predicted).where(target != IGNORE, num_classes**2).flatten()
+    counts = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=target.device)
     # Not torch.bincount, which has no deterministic form on a GPU.
     counts.index_add_(0, cells, torch.ones_like(cells))
-    return counts.view(num_classes, num_classes)
+    return counts[:-1].view(num_classes, num_classes)
 
 
 def macro_accuracy(counts: Tensor) -> Tensor:
@@ -48,7 +48,9 @@ def micro_accuracy(counts: Tensor) -> Tensor:
 
 
 class Accuracy:
-    """Accuracies of the batches seen so far, kept on the device of the predictions.
+    """Accuracies of the batches seen so far, scalars on the device of the predictions.
+
+    Nothing here waits for the device.
 
     Example:
         >>> accuracy = Accuracy(num_classes=16)
@@ -74,21 +76,20 @@ class Accuracy:
         self._batches.append((len(target), macro_accuracy(counts)))
         self._counts = counts if self._counts is None else self._counts + counts
 
-    def batch_mean(self) -> float:
+    def batch_mean(self) -> Tensor:
         """Mean over batches of their macro accuracies, weighted by their numbers of sequences."""
-        sizes, accuracies = zip(*self._batches, strict=True) if self._batches else ((), ())
-        if not sizes:
+        if not self._batches:
             raise ValueError("there is no batch to take the accuracy of; call update first")
-        weights = torch.tensor(sizes, dtype=torch.float32, device=accuracies[0].device)
-        return float((torch.stack(accuracies) * weights).sum() / weights.sum())
+        weighted = torch.stack([size * accuracy for size, accuracy in self._batches])
+        return weighted.sum() / sum(size for size, _ in self._batches)
 
-    def macro(self) -> float:
+    def macro(self) -> Tensor:
         """Macro accuracy of all batches together."""
-        return float(macro_accuracy(self.counts))
+        return macro_accuracy(self.counts)
 
-    def micro(self) -> float:
+    def micro(self) -> Tensor:
         """Micro accuracy of all batches together."""
-        return float(micro_accuracy(self.counts))
+        return micro_accuracy(self.counts)
 
     @property
     def counts(self) -> Tensor:

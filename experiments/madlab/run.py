@@ -15,6 +15,7 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,13 @@ from experiments.madlab.settings import PRESETS, Protocol
 from experiments.madlab.summary import best_scores, lines
 from experiments.madlab.tasks import IGNORE, TASKS, TaskSettings, generate
 from experiments.table import Table
-from experiments.training import Optimisation, Training, shuffled_order, train_side_by_side
+from experiments.training import (
+    Optimisation,
+    Recorded,
+    Training,
+    shuffled_order,
+    train_side_by_side,
+)
 from flash_frac.provenance import provenance
 
 HERE = Path(__file__).parent
@@ -86,26 +93,28 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(
     model: nn.Module, num_classes: int, inputs: Tensor, targets: Tensor, protocol: Protocol
-) -> EpochScores:
-    """Scores on the test sequences, batch by batch."""
+) -> Tensor:
+    """`EpochScores` on the test sequences, batch by batch, as a tensor on the device."""
     size, losses = protocol.batch_size, []
     accuracy = Accuracy(num_classes)
     read = _BATCHES_READ * size
     for rows, answers in zip(inputs.split(read), targets.split(read), strict=True):
-        with torch.autocast(inputs.device.type, torch.bfloat16, protocol.bfloat16):
+        half = protocol.bfloat16
+        # Without its cache, whose casts would outlive the graph that made them.
+        with torch.autocast(inputs.device.type, torch.bfloat16, half, cache_enabled=False):
             logits = model(rows)
         for part, target in zip(logits.split(size), answers.split(size), strict=True):
             accuracy.update(part.argmax(-1), target)
             losses.append(_cross_entropy(part, target))
-    ppl = float(torch.stack(losses).exp().mean())
-    return EpochScores(accuracy.batch_mean(), accuracy.macro(), accuracy.micro(), ppl)
+    ppl = torch.stack(losses).exp().mean()
+    return torch.stack([accuracy.batch_mean(), accuracy.macro(), accuracy.micro(), ppl])
 
 
 class Run:
     """A job under way: its training, and the scores of all epochs so far."""
 
     def __init__(self, job: Job, task: TaskSettings, data: Arrays, protocol: Protocol) -> None:
-        self.job, self.task, self.data, self.protocol = job, task, data, protocol
+        self.job, self.protocol = job, protocol
         self.scores: list[EpochScores] = []
         self.start = time.perf_counter()
         self.model = make_model(job.model, task, job.seed).to(data.train_inputs.device)
@@ -128,11 +137,13 @@ class Run:
             shuffled_order(len(data.train_inputs), steps, protocol.batch_size, job.seed),
             optimisation,
         )
+        test = data.test_inputs, data.test_targets
+        scores = partial(evaluate, self.model, task.vocab_size, *test, protocol)
+        self.test = Recorded(scores, self.training.stream)
 
     def epoch_ended(self) -> bool:
         """Score the epoch; True if the run is good enough to stop."""
-        rows = self.data.test_inputs, self.data.test_targets
-        self.scores.append(evaluate(self.model, self.task.vocab_size, *rows, self.protocol))
+        self.scores.append(EpochScores(*self.test().tolist()))
         return self.scores[-1].batch_macro > self.protocol.stop_accuracy
 
     def row(self) -> dict[str, object]:

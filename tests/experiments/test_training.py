@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.training import Optimisation, Training, shuffled_order, train_side_by_side
+from experiments.training import (
+    Optimisation,
+    Recorded,
+    Training,
+    shuffled_order,
+    train_side_by_side,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, STEPS, BATCH = 24, 12, 4
@@ -74,6 +80,18 @@ def test_neighbours_do_not_matter(device):
     train_side_by_side(together, every=7)
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a.losses, b.losses)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_function_follows_its_inputs(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    training = make(device)
+    weight = training.model[0].weight
+    recorded = Recorded(lambda: weight.square().sum(), training.stream)
+    for _ in range(4):
+        training.advance(2)
+        torch.testing.assert_close(recorded().item(), weight.detach().square().sum().item())
 
 
 def test_a_run_can_be_stopped():
