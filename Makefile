@@ -17,8 +17,9 @@ test: lint types                ## lint, types and all tests, as in CI
 	$(BIN)/python -m pytest -n 2
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
 
-test-gpu: $(VENV)/ready         ## the kernels on this machine's GPU
+test-gpu: $(VENV)/ready         ## the kernels, and all else that is marked gpu, on this machine's GPU
 	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
