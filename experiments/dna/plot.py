@@ -1,0 +1,66 @@
+"""Draw results.csv as figure.svg: python -m experiments.dna.plot [--score S] [--out FOLDER]"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.dna.run import HERE, results
+from experiments.dna.summary import SETTING, Score, best_rows
+from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+
+MODELS = {
+    "frac": ("Frac", OURS),
+    "mamba3": ("Mamba3", PALE),
+    "mamba2": ("Mamba2", OTHER),
+    "gated_deltanet": ("Gated DeltaNet", THIRD),
+    "attention": ("attention", GREY),
+}
+
+
+def draw(axes: Any, scores: Mapping[tuple[str, int], Score]) -> None:
+    """Perplexity on the test split by the length of training and test, a line a model."""
+    for model, (name, colour) in MODELS.items():
+        found = sorted((length, score) for (of, length), score in scores.items() if of == model)
+        if not found:
+            continue
+        x, y = [length for length, _ in found], [score.ppl for _, score in found]
+        axes.errorbar(x, y, [score.spread for _, score in found], color=colour, marker="o", ms=4,
+                      lw=1.6, label=name, zorder=3 if model == "frac" else 2)  # fmt: skip
+    lengths = sorted({length for _, length in scores})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{x // 1024}K" if x >= 1024 else str(x) for x in lengths])
+    axes.minorticks_off()
+    axes.set(xlabel="length in training and test, bases", ylabel="test perplexity")
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--score", choices=("ppl", "base_ppl"), default="ppl")
+    parser.add_argument("--steps", help="those of the rows, if they are of several")
+    parser.add_argument("--core", help="that of the rows, if they are of several")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    options = parser.parse_args(arguments)
+    wanted = {k: v for k in ("steps", "core") if (v := getattr(options, k)) is not None}
+    found = {
+        setting: scores
+        for setting, scores in best_rows(results(options.out).rows.values(), options.score).items()
+        if wanted.items() <= dict(zip(SETTING, setting, strict=True)).items()
+    }
+    if len(found) != 1:
+        settings = "; ".join(" ".join(setting) for setting in found) or "none"
+        raise SystemExit(
+            f"{options.out} must have rows of one setting ({', '.join(SETTING)}), found "
+            f"{settings}; choose with --steps and --core, or run experiments.dna.run for rows"
+        )
+    with figure_at(options.out / "figure.svg", (5, 3.4)) as (_, (axes,)):
+        draw(axes, next(iter(found.values())))
+
+
+if __name__ == "__main__":
+    main()
