@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.heavy_tail.run import HERE, LENGTHS, results
 from experiments.heavy_tail.summary import NAMES, Accuracies, accuracies
-from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+from experiments.models import COLOURS, curve
+from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, figure_at
 
-COLOURS = {
-    "frac_ours": OURS,
-    "frac": PALE,
-    "attention": GREY,
-    "mamba2": OTHER,
-    "mamba3": "#d9a441",
-    "gated_deltanet": THIRD,
-}
+# The published layer is paler here than ours.
+HERE_COLOURS = {**COLOURS, "frac_ours": OURS, "frac": PALE, "mamba3": "#d9a441"}
 KERNELS = {"sum": ("-", 0.9), "exponential_fixed": (":", 1.2)}
 
 
 def draw(axes: Any, found: Accuracies, gamma: float) -> None:
     """Mean over seeds against length with its spread; fixed kernels in thin black."""
-    for name, colour in COLOURS.items():
-        if name not in found:
-            continue
-        lengths = sorted(found[name])
-        mean = [statistics.mean(found[name][n]) for n in lengths]
-        axes.plot(lengths, mean, color=colour, marker="o", ms=3.5, lw=1.6, label=NAMES[name])
-        if all(len(found[name][n]) > 1 for n in lengths):
-            spread = [statistics.stdev(found[name][n]) for n in lengths]
-            low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)]
-                         for sign in (-1, 1))  # fmt: skip
-            axes.fill_between(lengths, low, high, color=colour, alpha=0.15, lw=0)
+    for name, colour in HERE_COLOURS.items():
+        if name in found:
+            curve(axes, found[name], colour=colour, label=NAMES[name])
     for name, (line, width) in KERNELS.items():
         along = found.get(name, {})
         lengths = sorted(along)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from experiments.heavy_tail.model import DESIGNS
 from experiments.heavy_tail.run import HERE, LENGTHS, results
+from experiments.models import NAMES as MODEL_NAMES
 from flash_frac.extras import require
 
 # The paper's Table on 10 runs, γ = 0.1: mean and standard deviation at LENGTHS.
@@ -27,15 +28,12 @@ PAPER = {
     "frac": ((96.5, 92.3, 85.6, 80.4, 75.2, 70.6, 63.8), (2.5, 1.1, 3.0, 1.4, 0.4, 2.0, 1.9)),
 }
 NAMES = {
-    "frac": "Frac",
+    "frac": MODEL_NAMES["frac"],
     "frac_ours": "Frac (ours)",
     "frac_dilated": "Frac, dilation alone",
     "frac_early": "Frac, early regime alone",
-    "attention": "attention",
+    **{name: shown for name, shown in MODEL_NAMES.items() if name != "frac"},
     "attention_nope": "attention, no positions",
-    "mamba2": "Mamba2",
-    "mamba3": "Mamba3",
-    "gated_deltanet": "Gated DeltaNet",
     "sum": "plain sum",
     "last": "last event",
     "window_128": "last 128 tokens",

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.long_documents.run import HERE
 from experiments.long_documents.study import results
-from experiments.long_documents.summary import NAMES, Runs, best_runs, ratios, short
-from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
+from experiments.long_documents.summary import Runs, best_runs, ratios, short
+from experiments.models import COLOURS, NAMES, curve
+from flash_frac.drawing import FAINT, GREY, figure_at
 
-COLOURS = {
-    "frac": OURS,
-    "attention": GREY,
-    "mamba2": OTHER,
-    "gated_deltanet": THIRD,
-    "mamba3": PALE,
-}
 # Of the relative perplexities that are drawn: attention's grow without bound beyond training.
 HIGHEST = 1.25
-
-
-def curve(axes: Any, name: str, values: Mapping[int, Sequence[float]]) -> None:
-    """Mean over seeds against length, and its standard deviation as a band."""
-    lengths = list(values)
-    mean = [statistics.mean(values[n]) for n in lengths]
-    axes.plot(lengths, mean, color=COLOURS[name], marker="o", ms=3.5, lw=1.6, label=NAMES[name])
-    if all(len(values[n]) > 1 for n in lengths):
-        spread = [statistics.stdev(values[n]) for n in lengths]
-        low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-        axes.fill_between(lengths, low, high, color=COLOURS[name], alpha=0.15, lw=0)
 
 
 def relative(runs: Runs) -> dict[int, list[float]]:
@@ -50,9 +32,10 @@ def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
     for name, runs in found.items():
         ratio = relative(runs)
         lowest = min(lowest, *(min(values) for values in ratio.values()))
-        curve(left, name, ratio)
+        look = {"colour": COLOURS[name], "label": NAMES[name]}
+        curve(left, ratio, **look)
         if recalled := runs.values("recall", "accuracy"):
-            curve(right, name, {n: [100 * v for v in recalled[n]] for n in recalled})
+            curve(right, {n: [100 * v for v in recalled[n]] for n in recalled}, **look)
     length = next(iter(found.values())).train_length
     for axis in axes:
         axis.axvline(length, color=GREY, lw=0.8)

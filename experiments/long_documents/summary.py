@@ -14,14 +14,7 @@ from typing import NamedTuple
 
 from experiments.long_documents.run import HERE
 from experiments.long_documents.study import results
-
-NAMES = {
-    "frac": "Frac",
-    "attention": "attention",
-    "mamba2": "Mamba2",
-    "gated_deltanet": "Gated DeltaNet",
-    "mamba3": "Mamba3",
-}
+from experiments.models import NAMES
 
 Row = Mapping[str, str]
 

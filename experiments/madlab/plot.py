@@ -10,7 +10,8 @@ from typing import Any
 from experiments.madlab.run import HERE, results
 from experiments.madlab.settings import PRESETS
 from experiments.madlab.summary import PAPER, Score, best_scores
-from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+from experiments.models import COLOURS, NAMES
+from flash_frac.drawing import FAINT, INK, figure_at
 
 TASK_NAMES = {
     "compression": "compression",
@@ -20,22 +21,15 @@ TASK_NAMES = {
     "in-context-recall": "recall",
     "noisy-in-context-recall": "noisy recall",
 }
-MODELS = {
-    "frac": ("Frac", OURS),
-    "mamba3": ("Mamba3", PALE),
-    "mamba2": ("Mamba2", OTHER),
-    "gated_deltanet": ("Gated DeltaNet", THIRD),
-    "attention": ("attention", GREY),
-}
 
 
 def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
     """Bars by task and model with their spread; the paper's numbers as lines across."""
     tasks = [task for task in TASK_NAMES if any(task == found for found, _ in scores)]
-    models = [model for model in MODELS if any(model == found for _, found in scores)]
+    models = [model for model in NAMES if any(model == found for _, found in scores)]
     width = 0.8 / len(models)
     for place, model in enumerate(models):
-        name, colour = MODELS[model]
+        name, colour = NAMES[model], COLOURS[model]
         shift = (place - (len(models) - 1) / 2) * width
         there = [(task, i + shift, scores[task, model]) for i, task in enumerate(tasks)
                  if (task, model) in scores]  # fmt: skip
