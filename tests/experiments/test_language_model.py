@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments.language_model import (
     IGNORE,
@@ -110,6 +111,18 @@ def test_loss_keeps_few_logits(monkeypatch):
     whole = loss(model, tokens[:, :-1], tokens[:, 1:])
     monkeypatch.setattr("experiments.language_model._LOGITS_AT_ONCE", 77)
     assert loss(model, tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(whole.item())
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_nothing_waits_for_the_host(mixer):
+    """Tensors without values cannot be waited for: a CUDA graph may hold loss and gradients."""
+    with FakeTensorMode():
+        model = LanguageModel(design(mixer))
+        inputs = torch.empty(2, 130, dtype=torch.uint8)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            value = loss(model, inputs, inputs.to(torch.int8))
+        value.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 99, 200])
