@@ -9,26 +9,16 @@ from typing import Any
 
 from experiments.dna.run import HERE, results
 from experiments.dna.summary import SETTING, Score, best_rows
-from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
-
-MODELS = {
-    "frac": ("Frac", OURS),
-    "mamba3": ("Mamba3", PALE),
-    "mamba2": ("Mamba2", OTHER),
-    "gated_deltanet": ("Gated DeltaNet", THIRD),
-    "attention": ("attention", GREY),
-}
+from experiments.models import COLOURS, NAMES, curve
+from flash_frac.drawing import FAINT, INK, figure_at
 
 
 def draw(axes: Any, scores: Mapping[tuple[str, int], Score]) -> None:
     """Perplexity on the test split by the length of training and test, a line a model."""
-    for model, (name, colour) in MODELS.items():
-        found = sorted((length, score) for (of, length), score in scores.items() if of == model)
-        if not found:
-            continue
-        x, y = [length for length, _ in found], [score.ppl for _, score in found]
-        axes.errorbar(x, y, [score.spread for _, score in found], color=colour, marker="o", ms=4,
-                      lw=1.6, label=name, zorder=3 if model == "frac" else 2)  # fmt: skip
+    for model, name in NAMES.items():
+        found = {length: score.values for (of, length), score in scores.items() if of == model}
+        if found:
+            curve(axes, found, colour=COLOURS[model], label=name)
     lengths = sorted({length for _, length in scores})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{x // 1024}K" if x >= 1024 else str(x) for x in lengths])

@@ -21,14 +21,23 @@ Setting = tuple[str, ...]
 
 
 class Score(NamedTuple):
-    """Perplexity on the test split at the best learning rate: mean and spread over seeds."""
+    """Perplexities on the test split at the best learning rate, one a seed.
 
-    ppl: float
-    spread: float
-    num_seeds: int
+    `at_edge`: that learning rate is the lowest or highest of several, and a better one may lie
+    beyond.
+    """
+
+    values: tuple[float, ...]
     lr: float
     at_edge: bool
-    parameters: int
+
+    @property
+    def ppl(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
 
 def best_rows(
@@ -56,19 +65,12 @@ def _best(by_lr: Mapping[float, list[Row]], column: str) -> Score:
     most = max(map(len, by_lr.values()))
     whole = {lr: rows for lr, rows in by_lr.items() if len(rows) == most}
 
-    def mean(lr: float, split: str) -> float:
-        return statistics.fmean(float(row[f"{split}_{column}"]) for row in whole[lr])
+    def on_validation(lr: float) -> float:
+        return statistics.fmean(float(row[f"valid_{column}"]) for row in whole[lr])
 
-    lr = min(whole, key=lambda lr: mean(lr, "valid"))
-    values = [float(row[f"test_{column}"]) for row in whole[lr]]
-    return Score(
-        mean(lr, "test"),
-        statistics.stdev(values) if most > 1 else 0.0,
-        most,
-        lr,
-        len(whole) > 1 and lr in (min(whole), max(whole)),
-        int(whole[lr][0]["parameters"]),
-    )
+    lr = min(whole, key=on_validation)
+    values = tuple(float(row[f"test_{column}"]) for row in whole[lr])
+    return Score(values, lr, len(whole) > 1 and lr in (min(whole), max(whole)))
 
 
 def lines(scores: Mapping[Setting, Mapping[tuple[str, int], Score]]) -> Iterator[str]:
@@ -79,5 +81,5 @@ def lines(scores: Mapping[Setting, Mapping[tuple[str, int], Score]]) -> Iterator
             edge = " (edge of the sweep)" if score.at_edge else ""
             yield (
                 f"{length:6} {model:15} {score.ppl:.4f} ± {score.spread:.4f} over "
-                f"{score.num_seeds} seeds, lr {score.lr:g}{edge}"
+                f"{len(score.values)} seeds, lr {score.lr:g}{edge}"
             )
