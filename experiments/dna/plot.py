@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from flash_frac.drawing import FAINT, INK, figure_at
 
 
 def draw(axes: Any, scores: Mapping[tuple[str, int], Score]) -> None:
-    """Perplexity on the test split by the length of training and test, a line a model."""
+    """Perplexity on the test split by length, a line a model; what diverged is not drawn."""
     for model, name in NAMES.items():
-        found = {length: score.values for (of, length), score in scores.items() if of == model}
+        found = {
+            length: score.values
+            for (of, length), score in scores.items()
+            if of == model and math.isfinite(score.ppl)
+        }
         if found:
             curve(axes, found, colour=COLOURS[model], label=name)
     lengths = sorted({length for _, length in scores})

@@ -6,6 +6,7 @@ perplexity at that learning rate counts.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -37,7 +38,10 @@ class Score(NamedTuple):
 
     @property
     def spread(self) -> float:
-        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+        if len(self.values) < 2:
+            return 0.0
+        # Python's own function does not take the infinite score of a run that diverged.
+        return statistics.stdev(self.values) if math.isfinite(self.ppl) else math.inf
 
 
 def best_rows(

@@ -244,6 +244,16 @@ def test_unfinished_learning_rates_do_not_count():
     assert score.spread == pytest.approx(math.sqrt(0.5))
 
 
+def test_what_diverged_is_told_and_not_drawn(tmp_path):
+    table = run.results(tmp_path)
+    made = [row(test=test, seed=i) for i, test in enumerate((math.inf, 3.0))]
+    made += [row(length=4096, test=3 + i, seed=i) for i in (0, 1)]
+    table.append([dict.fromkeys(table.columns, "1") | values for values in made])
+    assert "inf ± inf over 2 seeds" in "\n".join(lines(best_rows(table.rows.values())))
+    plot.main(["--out", str(tmp_path)])
+    assert "Frac" in (tmp_path / "figure.svg").read_text()
+
+
 def test_a_figure_is_of_one_setting(tmp_path):
     with pytest.raises(SystemExit, match=r"must have rows of one setting .* found none"):
         plot.main(["--out", str(tmp_path)])
