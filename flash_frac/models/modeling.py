@@ -102,7 +102,7 @@ class FracPreTrainedModel(PreTrainedModel):
     config: FracConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = {"FracBlock", "Qwen3DecoderLayer"}  # noqa: RUF012
+    _no_split_modules = {"FracBlock"}  # noqa: RUF012
     _keep_in_fp32_modules_strict = {f"mixer.{name}" for name in TIME_PARAMETERS}  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
@@ -111,6 +111,12 @@ class FracPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    def __init__(self, config: FracConfig) -> None:
+        super().__init__(config)
+        if config.attention_layers:
+            # Not in all models: FSDP wants to find what is named here.
+            self._no_split_modules = {"FracBlock", "Qwen3DecoderLayer"}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

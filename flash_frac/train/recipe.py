@@ -71,6 +71,9 @@ class FracTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         # Batches carry cu_seqlens and labels already shifted, which are no columns of a dataset.
         self.remove_unused_columns = False
+        # Every parameter takes part in every step, and looking for others costs time at each.
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False
         # A loss that is not a number is to stop the run, not to be averaged away.
         self.logging_nan_inf_filter = False
         # Batches have one shape; and each process reads its own, since packed rows cannot be cut.

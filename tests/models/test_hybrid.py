@@ -444,3 +444,11 @@ def test_what_hybrids_cannot_do(model, ids):
     with pytest.raises(ValueError, match=r"group must be None for a model with attention_layers"):
         model.set_context_group(object())
     model.set_context_group(None)
+
+
+def test_only_hybrid_models_name_attention_to_fsdp(ids):
+    """FSDP refuses to wrap a class that the model does not have."""
+    hybrid, plain = make_model(attention_layers=[1]), make_model()
+    assert set(plain._no_split_modules) == {"FracBlock"}
+    kinds = {type(layer).__name__ for layer in hybrid.model.layers}
+    assert set(hybrid._no_split_modules) == kinds
