@@ -73,10 +73,12 @@ def test_an_unknown_name_is_answered_with_the_choices():
         make_mixer("mamba3", 8, num_heads=2, head_dim=4, rope_fraction=0.3)
 
 
-def test_frac_absorbs_by_its_forward():
-    mixer = make_mixer("frac", 8, num_heads=2, head_dim=4)
-    x = torch.randn(2, 7, 8)
-    assert torch.equal(absorb(mixer, x).recurrent, mixer(x)[1].recurrent)
+def test_frac_absorbs_time_too():
+    mixer = make_mixer("frac", 8, num_heads=2, head_dim=4).double()
+    x, elapsed = torch.randn(2, 7, 8, dtype=torch.float64), 5 * torch.rand(2, 7)
+    absorbed = absorb(mixer, x, elapsed=elapsed).recurrent
+    torch.testing.assert_close(absorbed, mixer(x, elapsed=elapsed)[1].recurrent)
+    assert not torch.allclose(absorbed, absorb(mixer, x).recurrent)
 
 
 def test_time_starts_in_the_published_ranges():

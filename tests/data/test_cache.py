@@ -188,6 +188,8 @@ def test_interruption_leaves_nothing_to_read(arguments, tmp_path, how):
             time.sleep(60)
 
         StoreWriter.close = close_one
+        # A shell may have had its background jobs ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         run(arguments)
 
     process = FORK.Process(target=work)
