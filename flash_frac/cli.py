@@ -154,6 +154,17 @@ def serve(context: typer.Context, checkpoint: Checkpoint) -> None:
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a Frac model.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder for the copy.")],
+) -> None:
+    """Copy a checkpoint so that plain transformers reads it, with trust_remote_code."""
+    from flash_frac.models.portable import export as copy
+
+    print(f"{copy(checkpoint, folder)} is read by transformers serve --trust-remote-code.")
+
+
+@app.command()
 def inspect(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Option(help="A folder for page, figures and numbers.")],

@@ -1,6 +1,10 @@
-"""`frac serve` on loopback: what a client gets is what `model.generate` gives."""
+"""Servers on loopback: what a client gets is what `model.generate` gives.
+
+`frac serve` for a Frac and a hybrid model; `transformers serve` for a model that was exported.
+"""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -17,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models.portable import export
 from flash_frac.serving import serve
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +45,7 @@ def letters_tokenizer():
     )
 
 
-@pytest.fixture(scope="module", params=[None, [1]], ids=["frac", "hybrid"])
+@pytest.fixture(scope="module", params=["frac", "hybrid", "exported"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(0)
@@ -52,12 +57,12 @@ def checkpoint(request, tmp_path_factory):
         initializer_range=0.6,
         # Slow steps, or an answer would not depend on words before the last.
         frac_dt_max=0.05,
-        attention_layers=request.param,
+        attention_layers=[1] if request.param == "hybrid" else None,
         eos_token_id=None,
     )
     FracForCausalLM(config).save_pretrained(folder)
     letters_tokenizer().save_pretrained(folder)
-    return folder
+    return export(folder, folder / "copy") if request.param == "exported" else folder
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +75,20 @@ def url(checkpoint, tmp_path_factory):
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "server.log"
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    command = [sys.executable, "-m", "flash_frac.cli", "serve", str(checkpoint), *options]
+    command = [sys.executable, "-m", "flash_frac.cli", "serve"]
+    if checkpoint.name == "copy":
+        command = [str(Path(sys.executable).with_name("transformers")), "serve"]
+        options.append("--trust-remote-code")
+    # Code of checkpoints is copied there.
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
     with log.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+        server = subprocess.Popen(
+            [*command, str(checkpoint), *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | home,
+        )
     address = f"http://127.0.0.1:{port}"
     try:
         wait_for(address, server, log)
@@ -169,3 +185,15 @@ def test_the_extra_is_named(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(ImportError, match=r"frac serve needs fastapi: .*flash-frac\[serve\]"):
         serve(str(checkpoint))
+
+
+def test_exporting_names_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint must be a folder with a config\.json"):
+        export(tmp_path, tmp_path / "new")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="must be of a Frac model, got model_type 'llama'"):
+        export(tmp_path, tmp_path / "new")
+    (tmp_path / "config.json").write_text('{"model_type": "frac"}')
+    with pytest.raises(ValueError, match="folder must not exist yet"):
+        export(tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
