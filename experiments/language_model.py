@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flash_frac.baselines import make_mixer
 from flash_frac.inspect import evaluating
 from flash_frac.layers import RMSNorm
+from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
 
 NORM_EPS = 1e-6
@@ -39,6 +40,8 @@ class LanguageModelDesign:
         vocab_size, hidden_size, num_layers: sizes.
         mlp_size: inner width of the SwiGLU after every mixer; 0 for none.
         tied: whether the head shares the embedding.
+        dilation: in training, time passes up to so many times as fast in a row, the same in all
+            layers, as by `FracConfig.frac_time_dilation`; for the mixer "frac".
 
     Example:
         >>> LanguageModelDesign(
@@ -55,6 +58,7 @@ class LanguageModelDesign:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     mlp_size: int = 0
     tied: bool = True
+    dilation: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):
@@ -62,6 +66,8 @@ class LanguageModelDesign:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mlp_size < 0:
             raise ValueError(f"mlp_size must be at least 0, got {self.mlp_size}; 0 is no MLP")
+        if self.dilation != 1 and (self.mixer != "frac" or self.dilation < 1):
+            raise ValueError(f"dilation must be 1, or more for frac, got {self.dilation}")
 
 
 class SwiGLU(nn.Module):
@@ -94,8 +100,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(width, NORM_EPS) if design.mlp_size else None
         self.mlp = SwiGLU(width, design.mlp_size) if design.mlp_size else None
 
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        mixed, state = self.mixer(self.norm(x), state=state)
+    def forward(self, x: Tensor, state: Any = None, **times: Tensor) -> tuple[Tensor, Any]:
+        mixed, state = self.mixer(self.norm(x), state=state, **times)
         x = x + mixed
         if self.mlp is not None and self.mlp_norm is not None:
             x = x + self.mlp(self.mlp_norm(x))
@@ -140,9 +146,11 @@ class LanguageModel(nn.Module):
             states: those of an earlier call, to continue its rows; None to begin.
         """
         hidden = self.embed_tokens(tokens.long())
-        after = []
+        after, times = [], {}
+        if self.training and self.design.dilation > 1:
+            times = {"elapsed": random_elapsed(hidden, None, self.design.dilation)}
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
-            hidden, state = layer(hidden, state)
+            hidden, state = layer(hidden, state, **times)
             after.append(state)
         return self.norm(hidden), after
 

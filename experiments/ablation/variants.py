@@ -8,15 +8,12 @@ place of the softmax (here the logits themselves; "sigmoid" is a row of ours).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
-
 from experiments.language_model import LanguageModel, LanguageModelDesign, make_model
 from experiments.long_documents.models import fitted, frac_design
-from flash_frac.models.inputs import random_elapsed
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 DATASETS = ("ProofPile", "PG19", "GovReport")
@@ -83,31 +80,10 @@ PAPER_ROWS = tuple(name for name, variant in VARIANTS.items() if variant.paper i
 def design(name: str) -> LanguageModelDesign:
     """The 30M model of a row of VARIANTS."""
     variant = VARIANTS[name]
-    return frac_design(variant.options, variant.settings)
+    plain = frac_design(variant.options, variant.settings)
+    return replace(plain, dilation=variant.dilation)
 
 
 def make_variant(name: str, seed: int, *, vocab_size: int, smoke: bool) -> LanguageModel:
     """The model of a row; with `smoke`, a tiny one."""
-    model = make_model(fitted(design(name), vocab_size, smoke=smoke), seed)
-    if VARIANTS[name].dilation > 1:
-        dilate_time(model, VARIANTS[name].dilation)
-    return model
-
-
-def dilate_time(model: LanguageModel, dilation: float) -> None:
-    """Let time pass up to `dilation` times as fast in training, by hooks on the mixers.
-
-    Every row of a batch has a factor of its own, the same in all layers.
-    """
-    mixers = [layer.mixer for layer in model.layers]
-    drawn: dict[str, Tensor] = {}
-
-    def pass_time(mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if not mixer.training:
-            return None
-        if mixer is mixers[0]:
-            drawn["elapsed"] = random_elapsed(args[0], None, dilation)
-        return args, kwargs | drawn
-
-    for mixer in mixers:
-        mixer.register_forward_pre_hook(pass_time, with_kwargs=True)
+    return make_model(fitted(design(name), vocab_size, smoke=smoke), seed)
