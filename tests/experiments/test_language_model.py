@@ -200,6 +200,8 @@ def test_arguments_are_checked():
         design("frac", vocab_size=0)
     with pytest.raises(ValueError, match="mlp_size must be at least 0, got -1; 0 is no MLP"):
         design("frac", mlp_size=-1)
+    with pytest.raises(ValueError, match="dilation must be 1, or more for frac, got 2"):
+        design("mamba2", dilation=2.0)
     model = make_model(design("frac"), seed=0)
     with pytest.raises(ValueError, match=r"T at least 2, got \(1, 1\)"):
         token_losses(model, drawn((1, 1)), 4)
