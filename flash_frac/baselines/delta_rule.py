@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_frac.baselines.ssd import chunk_length, split_chunks
+from flash_frac.baselines.ssd import chunk_length, decay_between, decay_to_end, split_chunks
 
 
 class _Inverse(torch.autograd.Function):
@@ -59,11 +59,12 @@ def unit_triangular_inverse(matrix: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """k (chunks, B, H, C, K), log decays since the start of a chunk (chunks, B, H, C), their
-    pairwise differences' exponentials (..., C, C), and values and keys solved for corrections."""
+    """k (chunks, B, H, C, K), log decays since the start of a chunk (chunks, B, H, C), decays to
+    its end and between all pairs (..., C, C), and values and keys solved for corrections."""
 
     k: Tensor
     since_start: Tensor
+    to_end: Tensor
     decay: Tensor
     solved_v: Tensor
     solved_k: Tensor
@@ -78,22 +79,19 @@ def _solve(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> _Chunks:
     chunk = chunk_length(k.shape[1])
     k, v, beta, log_decay = (_by_chunk(x, chunk) for x in (k, v, beta, log_decay))
     since_start = log_decay.cumsum(-1)
-    hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1)
-    # Masked before the exponential: after it, inf * 0 would be NaN in the gradient.
-    decay = since_start[..., :, None] - since_start[..., None, :]
-    decay = decay.masked_fill(hidden, -torch.inf).exp()
+    decay = decay_between(since_start)
     k_beta = k * beta[..., None]
     # Only what is below the diagonal is read: a diagonal of ones is understood.
     inverse = unit_triangular_inverse((k_beta @ k.mT) * decay)
     solved_v = inverse @ (v * beta[..., None])
     solved_k = inverse @ (k_beta * since_start.exp()[..., None])
-    return _Chunks(k, since_start, decay, solved_v, solved_k)
+    return _Chunks(k, since_start, decay_to_end(log_decay), decay, solved_v, solved_k)
 
 
 def _pass_states(chunks: _Chunks, state: Tensor | None) -> list[Tensor]:
     """States (B, H, K, D) at all chunk boundaries, the first and the last included."""
     last = chunks.since_start[..., -1:]
-    k_to_end = (chunks.k * (last - chunks.since_start).exp()[..., None]).mT
+    k_to_end = (chunks.k * chunks.to_end[..., None]).mT
     added = k_to_end @ chunks.solved_v
     eye = torch.eye(added.shape[-2], dtype=added.dtype, device=added.device)
     transition = eye * last.exp()[..., None] - k_to_end @ chunks.solved_k

@@ -31,6 +31,31 @@ def split_chunks(x: Tensor, *, dim: int, chunk: int) -> Tensor:
     return x.unflatten(dim, (-1, chunk))
 
 
+def decay_to_end(log_decay: Tensor) -> Tensor:
+    """Decay after each token until the last, (..., T) as the argument, summed from the end.
+
+    There the weights are large, and so they are exact where they matter; along the last axis,
+    because along another a GPU sums token by token.
+    """
+    return F.pad(log_decay[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
+
+
+def decay_between(since_start: Tensor, *, diagonal: bool = True) -> Tensor:
+    """Decay (..., C, C) from the tokens of the last axis to those of the one before, 0 backwards.
+
+    Args:
+        since_start: (..., C) running sums of log decays.
+        diagonal: whether a token reaches itself.
+    """
+    size = since_start.shape[-1]
+    ones = torch.ones(size, size, dtype=torch.bool, device=since_start.device)
+    # Masked before the exponential: after it, inf * 0 would be NaN in the gradient. The diagonal
+    # too, whose gradients would cancel but for their rounding.
+    between = since_start[..., :, None] - since_start[..., None, :]
+    decay = between.masked_fill(ones.triu(), -torch.inf).exp()
+    return decay + torch.eye(size, dtype=decay.dtype, device=decay.device) if diagonal else decay
+
+
 def ssd(
     q: Tensor,
     k: Tensor,
@@ -57,8 +82,9 @@ def ssd(
     q, k, v, log_decay = (split_chunks(x, dim=2, chunk=chunk) for x in (q, k, v, log_decay))
     since_start = log_decay.mT.cumsum(-1).mT
     inner = _within_chunks(q, k, v, since_start, diagonal=diagonal)
-    to_end = (since_start[:, :, :, -1:] - since_start).exp()
-    added = (k.mT @ (v * to_end[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
+    added = (k.mT @ (v * decay_to_end(log_decay.mT).mT[..., None]).flatten(-2)).unflatten(
+        -1, v.shape[-2:]
+    )
     kept = since_start[:, :, :, -1].exp()[:, :, :, None, :, None]
     if state is None:
         state = torch.zeros_like(added[:, :, 0])
@@ -75,22 +101,15 @@ def _within_chunks(
     q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, *, diagonal: bool
 ) -> Tensor:
     """What tokens of the same chunk give: (B, G, chunks, C, R, D)."""
-    log = since_start.mT
-    ones = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device)
-    hidden = ones.triu(1 if diagonal else 0)
-    # Masked before the exponential: after it, inf * 0 would be NaN in the gradient.
-    decay = (log[..., :, None] - log[..., None, :]).masked_fill(hidden, -torch.inf).exp()
+    decay = decay_between(since_start.mT, diagonal=diagonal)
     scores = (q @ k.mT)[..., None, :, :] * decay
     return (scores @ v.transpose(-3, -2)).transpose(-3, -2)
 
 
 def ssd_state(k: Tensor, v: Tensor, log_decay: Tensor, *, state: Tensor | None = None) -> Tensor:
     """The last state of `ssd`, by one product over time; arguments as there."""
-    # Summed from the end, where the weights are large, so that they are exact where they matter;
-    # along the last axis, because along another a GPU sums token by token.
-    to_end = log_decay.mT.flip(-1).cumsum(-1).flip(-1).mT
-    weight = F.pad(to_end[:, :, 1:], (0, 0, 0, 1)).exp()
+    weight = decay_to_end(log_decay.mT).mT
     added = (k.mT @ (v * weight[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
     if state is None:
         return added
-    return torch.addcmul(added, state, to_end[:, :, 0].exp()[:, :, None, :, None])
+    return torch.addcmul(added, state, log_decay.sum(2).exp()[:, :, None, :, None])
