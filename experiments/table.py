@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from flash_frac.files import write_text
 
 Key = tuple[str, ...]
 
@@ -46,10 +48,8 @@ class Table:
         for row in rows:
             text = {name: "" if row[name] is None else str(row[name]) for name in self.columns}
             self.rows[self._key(text)] = text
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(self.path.name + ".part")
-        with aside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows.values())
-        os.replace(aside, self.path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows.values())
+        write_text(self.path, text.getvalue())

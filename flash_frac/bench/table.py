@@ -17,7 +17,7 @@ from flash_frac.bench.models import PARTS, check, makers, measure
 from flash_frac.bench.parts import Sizes
 from flash_frac.bench.peers import MODEL_PEERS, model_peers
 from flash_frac.bench.timing import OURS, print_rows
-from flash_frac.evals.write import write_json
+from flash_frac.files import write_json
 from flash_frac.models import FracConfig
 from flash_frac.provenance import provenance
 

@@ -13,7 +13,7 @@ from typing import Any
 from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
 from flash_frac.evals.suites import Metric, Suite
 from flash_frac.evals.tables import columns, lengths, markdown, measured, numbers
-from flash_frac.evals.write import write_text
+from flash_frac.files import write_text
 
 COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
 

@@ -23,8 +23,8 @@ from unittest.mock import patch
 from flash_frac.evals import harness
 from flash_frac.evals.offline import no_downloads
 from flash_frac.evals.suites import Metric, Request, Suite, Task
-from flash_frac.evals.write import write_text
 from flash_frac.extras import require
+from flash_frac.files import write_text
 
 NUM_EXAMPLES = 500
 ANSWER_TOKENS = 128

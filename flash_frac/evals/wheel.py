@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flash_frac.evals.offline import SOURCE
-from flash_frac.evals.write import write_rows, write_text
 from flash_frac.extras import require
+from flash_frac.files import write_rows, write_text
 
 # How many examples each test set has; anything else is another wheel, or a broken one.
 COUNTS = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
+
+from flash_frac.files import write_rows
 
 LOG_NAME = "log.jsonl"
 # In this order on the console, with these formats; the rest is in the files.
@@ -55,9 +56,7 @@ class JsonLinesCallback(TrainerCallback):
             return
         path = Path(args.output_dir) / LOG_NAME
         kept = [line for line in read_lines(path) if line["step"] <= state.global_step]
-        draft = path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(draft, path)
+        write_rows(path, kept)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:

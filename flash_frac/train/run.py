@@ -22,6 +22,7 @@ from flash_frac.data import (
     prepare,
     stream,
 )
+from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.provenance import provenance
 from flash_frac.train import checkpoint as checkpoints
@@ -203,6 +204,4 @@ def _write_run(recipe: Recipe, model: FracForCausalLM, path: Path) -> None:
         "model": {"parameters": model.num_parameters(), **model.config.to_dict()},
         "made_with": provenance(),
     }
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
-    os.replace(draft, path)
+    write_text(path, json.dumps(content, indent=2, default=str))
