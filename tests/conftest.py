@@ -11,6 +11,12 @@ def fixed_seed():
 
 
 @pytest.fixture(autouse=True)
+def gpu_where_one_is_needed(request):
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory():
     """Memory that nobody has written is NaN, so that reading it cannot go unnoticed."""
     torch.use_deterministic_algorithms(True)

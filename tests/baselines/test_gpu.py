@@ -6,8 +6,6 @@ import torch
 from flash_frac.baselines import MIXERS, GatedDeltaNet, Mamba2, Mamba3, absorb, make_mixer
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 # Kernels that multiply in TF32, with 2^-11 of rounding in each factor, and approximate tanh by
 # the same; a handful of them stand one after the other in a layer.

@@ -43,8 +43,6 @@ def parameters(training):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_those_of_a_loop(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     options = {"weight_decay": 0.5, "warmup": 0.25, "clip": 0.01}
     training, other = make(device, **options), make(device, **options)
     train_side_by_side([training], every=5)
@@ -71,8 +69,6 @@ def test_steps_are_those_of_a_loop(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_neighbours_do_not_matter(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     alone = [make(device, seed=seed) for seed in range(3)]
     together = [make(device, seed=seed) for seed in range(3)]
     for training in alone:
@@ -84,8 +80,6 @@ def test_neighbours_do_not_matter(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_recorded_function_follows_its_inputs(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     training = make(device)
     weight = training.model[0].weight
     recorded = Recorded(lambda: weight.square().sum(), training.stream)

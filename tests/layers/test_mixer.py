@@ -242,14 +242,15 @@ def test_elapsed_time_multiplies_delta():
     settings = ControlSettings(rho_eps=0.0, dt_max=100.0)
     mixer = FracMixer(E, num_heads=H, head_dim=D, settings=settings).double()
     mixer.dyn_proj.weight.data[:H] = 0
-    faster = FracMixer(E, num_heads=H, head_dim=D, settings=settings, dt_init=3 * math.log(2))
-    faster.load_state_dict(mixer.state_dict() | {"dt_bias": faster.dt_bias.data.double()})
+    faster = FracMixer(E, num_heads=H, head_dim=D, settings=settings).double()
+    logit = torch.full((H,), math.log(math.expm1(3 * math.log(2))), dtype=torch.float64)
+    faster.load_state_dict(mixer.state_dict() | {"dt_bias": logit})
     x, mask = torch.randn(2, 20, E, dtype=torch.float64), torch.ones(2, 20)
     mask[0, :3] = 0
     slow, state = mixer(x, attention_mask=mask, elapsed=torch.full((2, 20), 3.0))
-    fast, expected = faster.double()(x, attention_mask=mask)
-    torch.testing.assert_close(slow, fast, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(state.recurrent, expected.recurrent, rtol=1e-6, atol=1e-9)
+    fast, expected = faster(x, attention_mask=mask)
+    torch.testing.assert_close(slow, fast, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(state.recurrent, expected.recurrent, rtol=1e-11, atol=1e-13)
     slow.sum().backward()
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
 

@@ -1,0 +1,34 @@
+"""Hybrid models to test with.
+
+Qwen3 computes its norms in float32 whatever the model is in, so that two ways to the same logits
+differ by roundings of float32: `close` has assert_close's tolerances of that type.
+"""
+
+from functools import partial
+
+import torch
+
+from flash_frac.models import FracForCausalLM
+from tests.models.conftest import make_model
+
+close = partial(torch.testing.assert_close, rtol=1.3e-6, atol=1e-5, check_dtype=False)
+LAYERS = {"attention_layers": [1, 3], "attention_key_value_heads": 1, "num_hidden_layers": 4}
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+def make_hybrid(dtype=torch.float64, model_class=FracForCausalLM, **changes):
+    return make_model(dtype, model_class, **{**LAYERS, **changes})
+
+
+def padded(ids):
+    """A mask with padding on the left, on the right, and inside."""
+    mask = torch.ones_like(ids)
+    mask[0, :13], mask[1, 31:], mask[2, 9:17] = 0, 0, 0
+    return mask
+
+
+def greedy_by_hand(model, ids, num):
+    for _ in range(num):
+        token = model(ids, use_cache=False).logits[:, -1].argmax(-1)
+        ids = torch.cat([ids, token[:, None]], 1)
+    return ids
