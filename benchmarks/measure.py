@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from flash_frac.bench.timing import OURS, print_rows
+from flash_frac.bench.timing import print_rows
 from flash_frac.provenance import git_commit, version_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -105,9 +105,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="time this project's code alone")
     parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--out", type=Path, help="CSV to append to; benchmarks/results/<gpu>.csv")
-
-
-def exit_if_ours_failed(failures: Iterable[str]) -> None:
-    """A peer may fail; if our own code does, the run is to be seen as failed."""
-    if ours := [failure for failure in failures if failure.startswith(OURS)]:
-        raise SystemExit("\n".join(["our own code failed:", *ours]))

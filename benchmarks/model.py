@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from measure import add_options, exit_if_ours_failed, row_keeper
+from measure import add_options, row_keeper
 
 from flash_frac.bench.models import PARTS, check, makers, measure
 from flash_frac.bench.parts import CPU_SIZES, Sizes, small_rows
 from flash_frac.bench.peers import MODEL_PEERS, model_peers
+from flash_frac.bench.timing import exit_if_ours_failed
 from flash_frac.models import FracConfig
 
 CONFIG = Path(__file__).parents[1] / "recipes" / "models" / "frac-1.3b" / "config.json"

@@ -22,11 +22,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import add_options, exit_if_ours_failed, row_keeper
+from measure import add_options, row_keeper
 from peers import OP_PEERS, Operation, op_peers
 from torch import Tensor
 
-from flash_frac.bench.timing import OURS, attempt, make_row, peak_mib, runnable, time_in_turns
+from flash_frac.bench.timing import (
+    OURS,
+    attempt,
+    exit_if_ours_failed,
+    make_row,
+    peak_mib,
+    runnable,
+    time_in_turns,
+)
 from flash_frac.ops import frac_scan
 from flash_frac.ops.testing import ScanInputs, random_inputs, relative_error
 

@@ -218,9 +218,9 @@ def train_side_by_side(
     """
     running = list(trainings)
     while running:
-        for start in range(0, every, _EAGER_STEPS):
+        for _ in range(every):
             for training in running:
-                training.advance(min(_EAGER_STEPS, every - start))
+                training.advance(1)
         for training in tuple(running):
             if training.stream is not None:
                 training.stream.synchronize()

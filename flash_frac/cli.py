@@ -291,8 +291,9 @@ def bench(
     """Tokens/s of prefill, decoding and training with random weights, beside the paper's."""
     from flash_frac.bench import bench as measure
     from flash_frac.bench import choose_config, choose_sizes
+    from flash_frac.bench.timing import exit_if_ours_failed
 
-    lines, _ = measure(
+    lines, left_out = measure(
         choose_config(config),
         parts=parts.split(","),
         peers=[] if peers == "none" else peers.split(","),
@@ -300,6 +301,7 @@ def bench(
         out=out,
     )
     print("", *lines, sep="\n")
+    exit_if_ours_failed(left_out)
 
 
 @app.command()

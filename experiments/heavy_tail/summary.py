@@ -74,8 +74,9 @@ def table(found: Accuracies, *, paper: bool) -> list[str]:
         lines.append(f"| {NAMES[name]} | {seeds} | {' | '.join(cells)} |")
         if paper and name in PAPER:
             pairs = zip(LENGTHS, *PAPER[name], strict=True)
-            printed = [f"{mean} ± {spread}" for n, mean, spread in pairs if n in lengths]
-            lines.append(f"| *{NAMES[name]}, paper* | *10* | *{'* | *'.join(printed)}* |")
+            known = {n: f"*{mean} ± {spread}*" for n, mean, spread in pairs}
+            printed = [known.get(n, "") for n in lengths]
+            lines.append(f"| *{NAMES[name]}, paper* | *10* | {' | '.join(printed)} |")
     return lines
 
 

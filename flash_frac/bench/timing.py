@@ -141,3 +141,9 @@ def print_rows(rows: Iterable[Mapping]) -> None:
             f"{row['ms_p50']:10.3f} ms {row['tokens_per_s']:13,.1f} tokens/s {peak}{error}",
             flush=True,
         )
+
+
+def exit_if_ours_failed(failures: Iterable[str]) -> None:
+    """A peer may fail; if our own code does, the run is to be seen as failed."""
+    if ours := [failure for failure in failures if failure.startswith(OURS)]:
+        raise SystemExit("\n".join(["our own code failed:", *ours]))

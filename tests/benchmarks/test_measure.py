@@ -71,10 +71,10 @@ def test_a_failure_is_told_once_and_only_ours_counts(capsys):
     assert attempt("a peer 1.0", refuse, failures) == attempt("a peer 1.0", refuse, failures) == []
     assert capsys.readouterr().out == "left out: a peer 1.0: RuntimeError: no such kernel\n"
     assert attempt("another", lambda: 5, failures) == [5]
-    measure.exit_if_ours_failed(failures)
+    timing.exit_if_ours_failed(failures)
     attempt("flash_frac triton", refuse, failures)
     with pytest.raises(SystemExit, match="flash_frac triton: RuntimeError: no such kernel"):
-        measure.exit_if_ours_failed(failures)
+        timing.exit_if_ours_failed(failures)
 
 
 def test_functions_take_turns(monkeypatch):
