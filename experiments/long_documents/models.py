@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from experiments.language_model import LanguageModelDesign, num_parameters
+from experiments.language_model import LanguageModel, LanguageModelDesign, num_parameters
+from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.ops import ControlSettings
 
-# What recipes/models/frac-30m/config.json says.
+RECIPE = Path(__file__).parents[2] / "recipes/models/frac-30m"
+# What its config.json says.
 FRAC_SETTINGS = {"alpha_min": 0.1, "alpha_max": 0.9}
 FRAC_OPTIONS = {"num_modes": 16, "tau_max": 2.0**17, "read_init": -1.0}
 
@@ -76,3 +79,24 @@ def fitted(design: LanguageModelDesign, vocab_size: int, *, smoke: bool) -> Lang
 def num_inner_parameters(model: Any) -> int:
     """Parameters beside the embeddings."""
     return num_parameters(model) - model.embed_tokens.weight.numel()
+
+
+def save_frac(model: LanguageModel, folder: Path) -> None:
+    """Write a "frac" of DESIGNS as a checkpoint of the library, without a tokenizer.
+
+    Example: `save_frac(model, Path("runs/frac"))`, then `FracForCausalLM.from_pretrained(...)`
+    """
+    design = model.design
+    config = FracConfig.from_pretrained(
+        RECIPE,
+        vocab_size=design.vocab_size,
+        hidden_size=design.hidden_size,
+        intermediate_size=design.num_heads * design.head_dim,
+        num_hidden_layers=design.num_layers,
+        num_attention_heads=design.num_heads,
+        frac_head_dim=design.head_dim,
+    )
+    whole = FracForCausalLM(config)
+    names = {name.removeprefix("model."): name for name in whole.state_dict()}
+    whole.load_state_dict({names[name]: w for name, w in model.state_dict().items()})
+    whole.save_pretrained(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.language_model import LanguageModel, make_model
 from experiments.long_documents import study
-from experiments.long_documents.models import DESIGNS, fitted
+from experiments.long_documents.models import DESIGNS, fitted, save_frac
 
 HERE = Path(__file__).parent
 LENGTHS = [2**n for n in range(10, 17)]
@@ -29,6 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--distances", nargs="*", type=int, default=DISTANCES)
     parser.add_argument("--questions", type=int, default=128, help="for each distance")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints of the Frac models")
     study.add_options(parser, steps=STEPS)
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -45,8 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         design = fitted(DESIGNS[name], protocol.corpus.vocab_size, smoke=options.smoke)
         return make_model(design, seed)
 
+    def keep(job: study.Job, model: LanguageModel) -> None:
+        if options.save is not None and job.model == "frac":
+            save_frac(model, options.save / f"frac-lr{job.lr:g}-seed{job.seed}")
+
     table = study.results(study.out_folder(options, HERE))
-    study.run(study.make_jobs(options, options.models), make, table, protocol)
+    study.run(study.make_jobs(options, options.models), make, table, protocol, keep)
     print(f"{table.path}: {len(table.rows)} rows")
 
 

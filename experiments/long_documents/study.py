@@ -82,6 +82,8 @@ class Protocol:
 
 # The model of a name and a seed, on the CPU.
 Make = Callable[[str, int], LanguageModel]
+# What is done with a trained model before it is measured.
+Keep = Callable[[Job, LanguageModel], None]
 
 
 def results(folder: Path) -> Table:
@@ -102,7 +104,9 @@ def optimisation(job: Job, protocol: Protocol) -> Optimisation:
     )
 
 
-def train_rows(jobs: Sequence[Job], make: Make, protocol: Protocol) -> Iterator[list[dict]]:
+def train_rows(
+    jobs: Sequence[Job], make: Make, protocol: Protocol, keep: Keep | None = None
+) -> Iterator[list[dict]]:
     """Train the jobs side by side, then yield the rows of each."""
     start = time.perf_counter()
     # For models that draw numbers while they are trained.
@@ -124,6 +128,8 @@ def train_rows(jobs: Sequence[Job], make: Make, protocol: Protocol) -> Iterator[
     train_s = (time.perf_counter() - start) / len(jobs)
     for job, training in zip(jobs, trainings, strict=True):
         assert isinstance(training.model, LanguageModel)
+        if keep is not None:
+            keep(job, training.model)
         facts = {
             **job._asdict(),
             "batch_size": protocol.batch_size,
@@ -161,13 +167,15 @@ def measure(model: LanguageModel, protocol: Protocol) -> list[dict]:
     return [{**row, "measure_s": seconds} for row in rows]
 
 
-def run(jobs: Sequence[Job], make: Make, table: Table, protocol: Protocol) -> None:
+def run(
+    jobs: Sequence[Job], make: Make, table: Table, protocol: Protocol, keep: Keep | None = None
+) -> None:
     """Everything that the table does not have yet; each model's rows come at once."""
     jobs = [
         job for job in jobs if any((*job, *kind) not in table for kind in protocol.measurements)
     ]
     for start in range(0, len(jobs), protocol.at_once):
-        for rows in train_rows(jobs[start : start + protocol.at_once], make, protocol):
+        for rows in train_rows(jobs[start : start + protocol.at_once], make, protocol, keep):
             table.append(rows)
             values = [
                 f"{row['length']}:{row['perplexity'] or row['accuracy']}"

@@ -18,7 +18,7 @@ from experiments.long_documents.corpus import (
     write_corpus,
 )
 from experiments.long_documents.measure import last_logits, loss_of_windows
-from experiments.long_documents.models import DESIGNS, fitted, num_inner_parameters
+from experiments.long_documents.models import DESIGNS, RECIPE, fitted, num_inner_parameters
 from experiments.long_documents.recall import (
     LEAD,
     NUM_DIGITS,
@@ -29,11 +29,10 @@ from experiments.long_documents.recall import (
     recall,
     row_length,
 )
-from flash_frac.models import FracConfig
+from flash_frac.models import FracConfig, FracForCausalLM
 
 CORPUS = toy_corpus()
 DISTANCES = [64, 100, 512]
-RECIPE = run.HERE.parents[1] / "recipes" / "models" / "frac-30m"
 
 
 def some_questions(num=200, seed=0):
@@ -224,7 +223,7 @@ def test_frac_is_the_recipes_model():
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long_documents")
-    run.main(["--smoke", "--out", str(folder), "--at-once", "2"])
+    run.main(["--smoke", "--out", str(folder), "--at-once", "2", "--save", str(folder / "saved")])
     return folder
 
 
@@ -238,6 +237,20 @@ def test_smoke_leaves_rows_a_figure_and_tables(smoke, capsys):
     assert "Gated DeltaNet" in (smoke / "figure.svg").read_text()
     summary.main(["--out", str(smoke)])
     assert capsys.readouterr().out.count("| Frac |") == 6
+
+
+def test_a_saved_model_is_one_of_the_library(smoke):
+    (folder,) = (smoke / "saved").iterdir()
+    trained = FracForCausalLM.from_pretrained(folder)
+    assert folder.name == "frac-lr0.002-seed0"
+    options = run.parse(["--smoke"])
+    protocol = study.make_protocol(options)
+    rows = windows(protocol.corpus.held_out, 64, longest=128, max_tokens=None)
+    known = study.results(smoke).rows["frac", "0.002", "0", "3", "perplexity", "64"]
+    with torch.no_grad():
+        logits = trained(rows[:, :-1].long()).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten().long())
+    assert loss.item() == pytest.approx(float(known["loss"]), abs=2e-5)
 
 
 def test_a_second_run_trains_nothing(smoke, monkeypatch):
