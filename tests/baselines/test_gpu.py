@@ -1,5 +1,7 @@
 """On a GPU: against the maintained kernels, and a training step in a CUDA graph."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -12,6 +14,10 @@ pytestmark = pytest.mark.gpu
 TF32 = 10 * 2**-11
 # float32 throughout, summed in another order.
 FLOAT32 = 1e-5
+# mamba_ssm keeps Mamba3's angles in bfloat16, whatever it is given: below 2 pi they are off by up
+# to 2^-6, and a turned vector by as much of its length. Rounding as it does, in torch on a CPU,
+# moved outputs by 0.6 to 0.7%, of which the angles alone are 0.4 to 0.6%.
+BFLOAT16_ANGLES = 2**-6
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +46,24 @@ def distance(a, b):
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_tokens", [64, 150])
-def test_mamba3_of_mamba_ssm(num_tokens):
+@pytest.mark.parametrize("kernels, tolerance", [("float32", TF32), ("as is", BFLOAT16_ANGLES)])
+def test_mamba3_of_mamba_ssm(num_tokens, kernels, tolerance, monkeypatch):
+    """Its entry point casts to bfloat16; the kernels behind it take float32 as well."""
     peer = pytest.importorskip("mamba_ssm.modules.mamba3", exc_type=ImportError)
     ours, theirs = pair(
         Mamba3(128, num_heads=4, head_dim=64), peer.Mamba3(128, headdim=64, d_state=128)
     )
+    if kernels == "float32":
+        combined = importlib.import_module("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
+        names = ("Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D", "Z")
+
+        def uncast(*, chunk_size, return_final_states, **given):
+            inputs, states = [given[name] for name in names], (None,) * 5
+            return combined._Mamba3Function.apply(*inputs, *states, chunk_size, return_final_states)
+
+        monkeypatch.setattr(peer, "mamba3_siso_combined", uncast)
     x = torch.randn(2, num_tokens, 128, device="cuda")
-    assert distance(theirs(x), ours(x)[0]) <= TF32
+    assert distance(theirs(x), ours(x)[0]) <= tolerance
 
 
 @torch.no_grad()
