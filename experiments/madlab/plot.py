@@ -56,7 +56,7 @@ def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, default="paper")
-    parser.add_argument("--epochs", type=int, help="those of the rows; the preset's unless told")
+    parser.add_argument("--epochs", type=int, help="of the rows; the most of each task unless told")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
     options = parser.parse_args(arguments)
     rows = results(options.out).rows.values()

@@ -1,7 +1,8 @@
 """From the rows of all runs to one number for each task and model.
 
 Of the sweep over learning rates and weight decays the pair counts whose mean score over seeds is
-best, as in the paper; the spread is the standard deviation over the seeds of that pair.
+best, as in the paper; the spread is the standard deviation over the seeds of that pair. Where runs
+of a task are of different lengths, the longest count.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Score(NamedTuple):
     mean: float
     spread: float
     num_seeds: int
+    epochs: int
     lr: float
     weight_decay: float
 
@@ -59,28 +61,35 @@ def score_column(protocol: Protocol) -> str:
 def best_scores(
     rows: Iterable[Mapping[str, str]], protocol: Protocol, *, epochs: int | None = None
 ) -> dict[tuple[str, str], Score]:
-    """Scores by (task, model), of the rows with the protocol's schedule and number of epochs.
+    """Scores by (task, model), of the rows with the protocol's schedule.
 
-    `epochs`, if given, takes the place of the protocol's.
+    Args:
+        epochs: of the rows that count; the most that any row of the task has, unless told.
     """
-    epochs = epochs or protocol.epochs
+    rows = [row for row in rows if row["lr_schedule"] == protocol.lr_schedule]
+    longest: dict[str, int] = {}
+    for row in rows:
+        longest[row["task"]] = max(longest.get(row["task"], 0), int(row["epochs"]))
     runs: dict[tuple[str, str], dict[tuple[float, float], list[float]]] = {}
     for row in rows:
-        if row["lr_schedule"] != protocol.lr_schedule or int(row["epochs"]) != epochs:
+        if int(row["epochs"]) != (epochs or longest[row["task"]]):
             continue
         pair = float(row["lr"]), float(row["weight_decay"])
         pairs = runs.setdefault((row["task"], row["model"]), {})
         pairs.setdefault(pair, []).append(100 * float(row[score_column(protocol)]))
-    return {key: max(_scores(pairs), key=lambda score: score.mean) for key, pairs in runs.items()}
+    return {
+        (task, model): max(_scores(pairs, epochs or longest[task]), key=lambda score: score.mean)
+        for (task, model), pairs in runs.items()
+    }
 
 
-def _scores(pairs: Mapping[tuple[float, float], list[float]]) -> Iterator[Score]:
+def _scores(pairs: Mapping[tuple[float, float], list[float]], epochs: int) -> Iterator[Score]:
     # A pair that has fewer seeds than another is not finished, and its mean not comparable.
     most = max(map(len, pairs.values()))
     for pair, values in pairs.items():
         if len(values) == most:
             spread = statistics.stdev(values) if most > 1 else 0.0
-            yield Score(statistics.mean(values), spread, most, *pair)
+            yield Score(statistics.mean(values), spread, most, epochs, *pair)
 
 
 def lines(scores: Mapping[tuple[str, str], Score]) -> Iterator[str]:
@@ -90,5 +99,6 @@ def lines(scores: Mapping[tuple[str, str], Score]) -> Iterator[str]:
         beside = "" if paper is None else f"  paper {paper[0]:5.1f} ± {paper[1]}"
         yield (
             f"{task:24} {model:15} {score.mean:5.1f} ± {score.spread:.1f} over {score.num_seeds} "
-            f"seeds, lr {score.lr:g}, weight decay {score.weight_decay:g}{beside}"
+            f"seeds, {score.epochs} epochs, lr {score.lr:g}, "
+            f"weight decay {score.weight_decay:g}{beside}"
         )
