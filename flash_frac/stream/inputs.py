@@ -6,11 +6,13 @@ Letters: B sequences, T time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from flash_frac.models import FracForCausalLM
 
 Inputs: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 
@@ -72,3 +74,19 @@ def _rows(
         return encoded["input_ids"]  # pyright: ignore[reportReturnType]
     nested = len(inputs) > 0 and isinstance(inputs[0], (Sequence, Tensor))
     return inputs if nested else [inputs]  # pyright: ignore[reportReturnType]
+
+
+def end_ids(
+    eos: bool | int | Sequence[int],
+    model: FracForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[int]:
+    """Tokens that end a sequence: those named or, for True, those that the model knows of."""
+    if eos is False:
+        return []
+    if eos is True:
+        known: Any = getattr(model.generation_config, "eos_token_id", None)
+        if known is None and tokenizer is not None:
+            known = tokenizer.eos_token_id
+        return [] if known is None else end_ids(known, model, tokenizer)
+    return [eos] if isinstance(eos, int) else list(eos)

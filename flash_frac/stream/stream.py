@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from flash_frac.layers import MixerState
 from flash_frac.models import FracCache, FracForCausalLM
 from flash_frac.sampling import SamplingSettings, choose
-from flash_frac.stream.inputs import Inputs, to_ids
+from flash_frac.stream.graphs import Steps
+from flash_frac.stream.inputs import Inputs, end_ids, to_ids
 from flash_frac.stream.state import (
     StreamMark,
     check_fading,
@@ -31,7 +32,6 @@ from flash_frac.stream.state import (
     let_pass,
     make_cache,
     mixers,
-    read_tokens,
     states_of,
     to_tensors,
 )
@@ -75,6 +75,7 @@ class FracStream:
         self._now = StreamMark(cache, None, seen, (0,) * batch_size, tails)
         self._spare: FracCache | None = None
         self._marks: list[StreamMark] = []
+        self._steps = Steps()
 
     @property
     def batch_size(self) -> int:
@@ -134,6 +135,7 @@ class FracStream:
             rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
             ends = (row[-count:] if count else [] for row, count in rows)
             tails = tuple(t.skip(x, self.tokenizer) for t, x in zip(tails, ends, strict=True))
+        self._steps.look(self.model)
         self._read(ids, counts, tails)
         return self
 
@@ -180,7 +182,8 @@ class FracStream:
             raise ValueError(f"stop must be a list of texts and needs a tokenizer, got {stop!r}")
         place = self._known_logits().device
         generator = None if seed is None else torch.Generator(place).manual_seed(seed)
-        return self._generate(max_new_tokens, settings, generator, self._end_ids(eos), stop)
+        ends = end_ids(eos, self.model, self.tokenizer)
+        return self._generate(max_new_tokens, settings, generator, ends, stop)
 
     def _generate(
         self,
@@ -194,6 +197,7 @@ class FracStream:
         filling = pad if pad is not None else next(iter(ends), 0)
         alive, number = [1] * self.batch_size, 0
         written = [""] * self.batch_size
+        self._steps.look(self.model)
         while number != limit and any(alive):
             seen = self._now.seen
             ids = choose(self._known_logits(), settings, seen=seen, generator=generator)
@@ -331,7 +335,7 @@ class FracStream:
         """A stream at this moment, without marks."""
         stream = object.__new__(cls)
         stream.model, stream.tokenizer = model, tokenizer
-        stream._now, stream._spare, stream._marks = now, None, []
+        stream._now, stream._spare, stream._marks, stream._steps = now, None, [], Steps()
         return stream
 
     def _draft(self, mark: StreamMark | None = None) -> StreamMark:
@@ -353,14 +357,14 @@ class FracStream:
             mask = torch.arange(ids.shape[1]) >= ids.shape[1] - fed
             # In place of padding the last token once more, which was seen anyway.
             tokens = torch.where(mask.to(ids.device), ids, ids[:, -1:])
-        draft = self._draft()
-        logits = read_tokens(self.model, draft.cache, ids, mask).to(place)
+        spare, self._spare = self._spare, None
+        cache, logits = self._steps.read(self.model, before, spare, ids, mask)
         seen = before.seen.scatter(1, tokens.to(place), True)
         if min(counts) == 0 and before.logits is not None:
             some = (fed > 0).to(place)
             logits, seen = logits.where(some, before.logits), seen.where(some, before.seen)
         lengths = tuple(n + count for n, count in zip(before.lengths, counts, strict=True))
-        self._commit(StreamMark(draft.cache, logits, seen, lengths, tails))
+        self._commit(StreamMark(cache, logits, seen, lengths, tails))
 
     def _known_logits(self) -> Tensor:
         if self._now.logits is None:
@@ -369,16 +373,6 @@ class FracStream:
                 "token and after advance; feed at least one token"
             )
         return self._now.logits
-
-    def _end_ids(self, eos: bool | int | Sequence[int]) -> list[int]:
-        if eos is False:
-            return []
-        if eos is True:
-            known = getattr(self.model.generation_config, "eos_token_id", None)
-            if known is None and self.tokenizer is not None:
-                known = self.tokenizer.eos_token_id
-            return [] if known is None else self._end_ids(known)  # pyright: ignore
-        return [eos] if isinstance(eos, int) else list(eos)
 
     def _place(self, mark: StreamMark | None) -> int:
         """Where a mark stands among those of this stream."""
