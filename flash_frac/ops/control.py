@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_frac.ops.reference import expm1
+
 LambdaMap = Literal["sigmoid", "softplus"]
 Prior = Literal["asymptotic", "exact"]
 Normalization = Literal["softmax", "sigmoid", "none"]
@@ -214,7 +216,7 @@ def controls(
     alpha_logit = None if alpha_logit is None else alpha_logit.to(dtype)
     dyn = dynamics(delta_logit, alpha_logit, lambda_logit, settings)
     log_decay = mode_log_decay(dyn, log_tau, rho_eps=settings.rho_eps)
-    beta = -torch.expm1(log_decay)
+    beta = -expm1(log_decay)
     if settings.beta == "exact_zoh":
         beta = beta / dyn.lam[..., None]
     read_logit, write_logit = read_gate * read_logit, write_gate * write_logit
@@ -244,5 +246,5 @@ def dilate(controls: Controls, elapsed: Tensor) -> Controls:
     longer = elapsed[..., None, None].to(controls.log_decay.dtype)
     # Padding has log_decay 0 and writes nothing; the ratio need only be finite there.
     log_decay = controls.log_decay.clamp_max(-torch.finfo(controls.log_decay.dtype).tiny)
-    ratio = torch.expm1(log_decay * longer) / torch.expm1(log_decay)
+    ratio = expm1(log_decay * longer) / expm1(log_decay)
     return Controls(controls.read, controls.write * ratio, controls.log_decay * longer)
