@@ -369,7 +369,7 @@ class _Session:
                 function(*inputs)
             torch.cuda.current_stream().wait_stream(stream)
             # One pool for all: what a replay leaves is outside it, in the session's own tensors.
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
                 function(*inputs)
         for x, before in zip(self._written(), kept, strict=True):
             x.copy_(before)
