@@ -52,14 +52,15 @@ class FracLM(HFLM):
         options = {"backend": "causal"} | options
         super().__init__(pretrained, max_length=max_length, device=device, **options)
         self.truncate = truncate
-        self.num_truncated = 0
+        self.num_truncated = self.tokens_read = 0
         is_frac = isinstance(self.model, FracForCausalLM)
         self._generator = Generator(self.model.eval()) if is_frac else None
 
     def allow(self, max_length: int) -> None:
-        """Give the model so many tokens at most from now on, and count truncations from zero."""
+        """Give the model so many tokens at most from now on, and count from zero what it reads
+        (`tokens_read`, without padding and what it generates) and what is cut."""
         self._max_length = max_length
-        self.num_truncated = 0
+        self.num_truncated = self.tokens_read = 0
 
     def _fit(self, lengths: Sequence[int], room: int) -> None:
         """ValueError if a request has more tokens than there is room for, unless cuts are asked."""
@@ -71,6 +72,7 @@ class FracLM(HFLM):
                 "--max-length (max_length), or cut their beginnings by --truncate (truncate=True)"
             )
         self.num_truncated += len(too_long)
+        self.tokens_read += sum(min(length, room) for length in lengths)
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
         answers = [len(answer) for _, _, answer in requests]
@@ -92,23 +94,24 @@ class FracLM(HFLM):
             longest = max(longest, min(max(lengths) + new, self.max_length))
         asked = self.batch_size_per_gpu
         if asked == "auto":
-            self.batch_size_per_gpu = self._generation_batch_size(longest)
+            self.batch_size_per_gpu = self._generation_batch_size(longest, len(requests))
         try:
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
         finally:
             self.batch_size_per_gpu = asked
 
-    def _generation_batch_size(self, length: int) -> int:
-        """The largest batch whose prompts of this length can be read."""
+    def _generation_batch_size(self, length: int, num_requests: int) -> int:
+        """The largest batch, of at most so many, whose prompts of this length can be read."""
+        most = max(1, min(self.max_batch_size, num_requests))
         if self.device.type != "cuda":
-            return _cpu_batch_size(length, self.max_batch_size)
-        return self._try_batch_sizes(length)
+            return _cpu_batch_size(length, most)
+        return self._try_batch_sizes(length, most)
 
-    def _try_batch_sizes(self, length: int) -> int:
+    def _try_batch_sizes(self, length: int, most: int) -> int:
         """By trial: fewer rows, as long as the memory does not suffice."""
         search = require("accelerate", "eval", "batch_size='auto'").find_executable_batch_size
 
-        @search(starting_batch_size=self.max_batch_size)
+        @search(starting_batch_size=most)
         def attempt(batch_size: int) -> int:
             ids = torch.ones(batch_size, max(1, length - 2), dtype=torch.long, device=self.device)
             mask = torch.ones_like(ids)

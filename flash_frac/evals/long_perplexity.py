@@ -188,7 +188,7 @@ def measure(request: Request) -> dict[str, Any]:
         raise ValueError("suite longppl is measured at lengths: give some by --lengths")
     enough = max(length, *request.suite.lengths)
     documents, num_long = [], 0
-    for record in read_records(request, SOURCES[task]):
+    for record in read_records(request, SOURCES.get(task)):
         tokens = request.lm.tokenizer(record["text"], add_special_tokens=False)["input_ids"]
         documents.append(tokens)
         num_long += len(tokens) >= enough
@@ -214,6 +214,8 @@ def measure(request: Request) -> dict[str, Any]:
         "min_tokens": least,
         "num_tokens": whole.num_tokens,
         "num_tokens_last": ends.num_tokens,
+        "tokens_read": (length - 1)
+        * sum(1 + len(window_starts(len(document), length)) for document in kept),
     }
 
 
@@ -245,22 +247,23 @@ def _metric(key: str, column: str, unit: str) -> Metric:
     )
 
 
+def _task(name: str, column: str | None = None) -> Task:
+    column = column or name
+    metrics = (_metric("ppl", column, "ppl"), _metric("ppl_last", column, "last 100"))
+    return Task(name=name, metrics=metrics)
+
+
 _COLUMNS = {"proofpile": "ProofPile", "pg19": "PG19", "govreport": "GovReport"}
 
 SUITE = Suite(
     name="longppl",
     title="Long-document perplexity",
-    tasks=tuple(
-        Task(
-            name=name,
-            metrics=(_metric("ppl", column, "ppl"), _metric("ppl_last", column, "last 100")),
-        )
-        for name, column in _COLUMNS.items()
-    ),
+    tasks=tuple(_task(name, column) for name, column in _COLUMNS.items()),
     # The length is all there is: the beginning token counts.
     max_length=0,
     lengths=(2048, 4096, 8192, 16384),
     measure=measure,
     prepare=prepare,
     reads_files=True,
+    own=_task,
 )

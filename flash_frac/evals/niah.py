@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from flash_frac.evals import harness
-from flash_frac.evals.offline import no_downloads
+from flash_frac.evals.offline import SOURCE, no_downloads
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 from flash_frac.extras import require
 from flash_frac.files import write_text
@@ -74,7 +74,7 @@ def split_sentences(text: str) -> list[str]:
 
 def essays(folder: Path) -> list[Path]:
     """The texts in which needles are hidden; ValueError if there is none."""
-    paths = sorted(folder.glob("*.txt"))
+    paths = _texts(folder)
     if not paths:
         raise ValueError(
             f"there is no text in {folder}: put essays, or any other long text, there as *.txt; "
@@ -83,8 +83,12 @@ def essays(folder: Path) -> list[Path]:
     return paths
 
 
+def _texts(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.txt") if path.name != SOURCE)
+
+
 def _local(folder: Path, task: Task) -> list[Path]:
-    return (sorted(folder.glob("*.txt")) or [folder / "*.txt"]) if _KINDS[task.name][1] else []
+    return (_texts(folder) or [folder / "*.txt"]) if _KINDS[task.name][1] else []
 
 
 def _haystack(request: Request, ruler: Any) -> Any:

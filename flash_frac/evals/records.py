@@ -51,15 +51,18 @@ class Source:
             yield dict(row) if self.text is None else {"text": row[self.text]}
 
 
-def read_records(request: Request, source: Source) -> list[dict[str, Any]]:
+def read_records(request: Request, source: Source | None) -> list[dict[str, Any]]:
     """The examples of the request's task: all, or the first `limit`.
 
-    They are read from the local files of `request.data_dir`, and downloaded only if it is None.
+    They are read from the local files of `request.data_dir`, and downloaded from the source only
+    if it is None.
 
     Example: `read_records(request, SOURCES["pg19"])[0]["text"]`
     """
     suite, task = request.suite.name, request.unit.task
     if request.data_dir is None:
+        if source is None:
+            raise ValueError(f"task {task.name} is a local file: give its folder by --data-dir")
         return list(islice(source.rows(), request.limit))
     path = task.files(request.data_dir / suite)[task.splits[0]]
     if not path.is_file():

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flash_frac.evals import harness
 from flash_frac.evals.offline import (
     fingerprints,
@@ -40,7 +42,8 @@ class Settings:
 
     Args:
         suites: names of suites.
-        tasks: only these tasks of them; all by default.
+        tasks: only these tasks of them; all by default. Suites that take one's own files know those
+            in `data_dir` by their names.
         lengths: instead of the suites' own.
         data_dir: folder of local files; nothing is downloaded then.
         skip_missing: leave out tasks whose local files are missing, where that is an error.
@@ -67,9 +70,9 @@ class Settings:
         unknown = [name for name in self.suites if name not in SUITES]
         if unknown or not self.suites:
             raise ValueError(f"suites must be of {', '.join(SUITES)}; got {unknown or 'none'}")
-        known = {task.name for name in self.suites for task in SUITES[name].tasks}
+        known = self._known()
         strange = [name for name in self.tasks if name not in known]
-        if strange:
+        if strange and (self.data_dir is None or not any(SUITES[n].own for n in self.suites)):
             raise ValueError(f"tasks must be of {', '.join(sorted(known))}; got {strange}")
         numbers = {"limit": self.limit, "max_length": self.max_length}
         numbers |= {f"lengths[{n}]": length for n, length in enumerate(self.lengths)}
@@ -82,9 +85,14 @@ class Settings:
         if self.lengths and not any(SUITES[name].lengths for name in self.suites):
             raise ValueError(f"lengths were given, but {', '.join(self.suites)} has no lengths")
 
+    def _known(self) -> set[str]:
+        return {task.name for name in self.suites for task in SUITES[name].tasks}
+
     def units(self, suite: Suite) -> tuple[Unit, ...]:
         """What of a suite is to be measured."""
         names = tuple(task.name for task in suite.tasks if task.name in self.tasks)
+        if suite.own is not None:
+            names += tuple(name for name in self.tasks if name not in self._known())
         if self.tasks and not names:
             return ()
         return suite.units(names, self.lengths if suite.lengths else ())
@@ -103,7 +111,8 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
         >>> settings = Settings(suites=("lm",), tasks=("piqa",), data_dir=Path("data"))
         >>> evaluate("runs/frac/final", Path("evals/frac"), settings)
     """
-    require("lm_eval", "eval", "frac eval")
+    # All of it, so that loading it is not part of the first task's seconds.
+    require("lm_eval.evaluator", "eval", "frac eval")
     # Its warnings are about how one would call it by itself.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     plan = [
@@ -253,10 +262,14 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
     suite, unit, lm = request.suite, request.unit, request.lm
     print(f"{where}: at most {conditions['max_length']:,} tokens", flush=True)
     lm.allow(conditions["max_length"])
+    on_gpu = lm.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(lm.device)
     start = time.perf_counter()
     results = dict((suite.measure or harness.measure)(request))
     # Cut by the suite's own rule, or at the beginning.
     results["num_truncated"] = results.get("num_cut", 0) + lm.num_truncated
+    results["tokens_read"] = results.get("tokens_read", lm.tokens_read)
     seconds = time.perf_counter() - start
     shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
     cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
@@ -268,7 +281,8 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
         "conditions": conditions,
         "source": None if request.data_dir is None else source_of(request.data_dir / suite.name),
         "results": results,
-        "seconds": round(seconds, 1),
+        "seconds": round(seconds, 2),
+        "peak_memory_mib": torch.cuda.max_memory_allocated(lm.device) >> 20 if on_gpu else None,
         "made_with": {**provenance(), "lm_eval": version_of("lm_eval")},
     }
 
@@ -281,8 +295,12 @@ def _report(out: Path, checkpoint: str) -> dict[str, Any]:
             suite = SUITES[name]
             order = {task.name: n for n, task in enumerate(suite.tasks)}
             records = [json.loads(p.read_text("utf-8")) for p in (out / name).glob("*.json")]
-            records = [record for record in records if record["task"] in order]
-            found += sorted(records, key=lambda r: (order[r["task"]], r["length"] or 0))
+            if suite.own is None:
+                records = [record for record in records if record["task"] in order]
+            last = len(order)
+            found += sorted(
+                records, key=lambda r: (order.get(r["task"], last), r["task"], r["length"] or 0)
+            )
     report = {"model": model_name(checkpoint), "checkpoint": checkpoint, "units": found}
     write_json(out / "results.json", report)
     write_text(out / "results.md", markdown([report]))

@@ -13,8 +13,8 @@ is measured in another way brings a function of a `Request`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,8 @@ class Suite:
         local: the local files that a unit needs; <task>.jsonl by default.
         reads_files: it knows local files alone; without a folder of them, `prepare` fetches them
             to OUT/data.
+        own: makes a task of any other local file, DIR/<suite>/<name>.jsonl, from its name; such
+            tasks are measured when they are asked for.
     """
 
     name: str
@@ -149,6 +151,7 @@ class Suite:
     prepare: Prepare | None = None
     local: Callable[[Path, Task], list[Path]] | None = None
     reads_files: bool = False
+    own: Callable[[str], Task] | None = None
 
     def __post_init__(self) -> None:
         columns = sum(len(task.metrics) for task in self.tasks)
@@ -161,18 +164,30 @@ class Suite:
         if self.reads_files and self.prepare is None:
             raise ValueError("a suite with reads_files=True must have a prepare that fetches them")
 
+    def with_tasks(self, names: Iterable[str]) -> Suite:
+        """The suite with its own tasks of these names behind the others; ValueError if it has none.
+
+        Example: `SUITES["longppl"].with_tasks(["pg19", "rfc"]).tasks[-1].name == "rfc"`
+        """
+        known = {task.name for task in self.tasks}
+        others = [name for name in dict.fromkeys(names) if name not in known]
+        if not others:
+            return self
+        if self.own is None:
+            raise ValueError(
+                f"tasks of suite {self.name} are {', '.join(sorted(known))}; got {others}"
+            )
+        return replace(self, tasks=(*self.tasks, *map(self.own, others)))
+
     def units(self, names: tuple[str, ...] = (), lengths: tuple[int, ...] = ()) -> tuple[Unit, ...]:
         """The units to measure: all, or those of some tasks and lengths.
 
         Example: `SUITES["niah"].units(lengths=(1024,))[0].name == "niah_single_1@1024"`
         """
-        known = {task.name: task for task in self.tasks}
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"tasks of suite {self.name} are {', '.join(known)}; got {unknown}")
+        every_task = self.with_tasks(names).tasks
         if lengths and not self.lengths:
             raise ValueError(f"lengths {lengths} were given, but suite {self.name} has no lengths")
-        chosen = [task for task in self.tasks if not names or task.name in names]
+        chosen = [task for task in every_task if not names or task.name in names]
         every = tuple(sorted(set(lengths or self.lengths))) or (None,)
         return tuple(Unit(task=task, length=length) for task in chosen for length in every)
 

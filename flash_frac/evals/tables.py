@@ -49,9 +49,12 @@ def lengths(reports: Sequence[dict[str, Any]], suite: Suite) -> list[int]:
 
 
 def measured(reports: Sequence[dict[str, Any]]) -> list[Suite]:
-    """Suites of which there is a result."""
-    names = {unit["suite"] for report in reports for unit in report["units"]}
-    return [SUITES[name] for name in SUITES if name in names]
+    """Suites of which there is a result, with the tasks of one's own files that have one."""
+    tasks: dict[str, list[str]] = {}
+    for report in reports:
+        for unit in report["units"]:
+            tasks.setdefault(unit["suite"], []).append(unit["task"])
+    return [SUITES[name].with_tasks(tasks[name]) for name in SUITES if name in tasks]
 
 
 def markdown(reports: Sequence[dict[str, Any]]) -> str:

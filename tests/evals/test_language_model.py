@@ -58,7 +58,9 @@ def test_right_padding_does_not_change_likelihoods(checkpoint):
 def test_auto_on_a_cpu_bounds_the_tokens_of_a_batch(checkpoint):
     lm = FracLM(str(checkpoint), batch_size="auto", max_length=1024)
     assert lm._detect_batch_size() == CPU_TOKENS // 1024
-    assert lm._generation_batch_size(65536) == 1 and lm._generation_batch_size(1) == 64
+    assert lm._generation_batch_size(65536, 99) == 1 and lm._generation_batch_size(1, 99) == 64
+    # No more than there is to do.
+    assert lm._generation_batch_size(1, 10) == 10
     assert lm.generate_until(prompts(TEXTS)) and lm.batch_size == "auto"
 
 
@@ -73,7 +75,7 @@ def test_auto_takes_fewer_rows_until_they_fit(checkpoint):
                 raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return super()._model_generate(context, max_length, stop, **options)
 
-    assert Small(str(checkpoint), batch_size="auto")._try_batch_sizes(32) <= 5
+    assert Small(str(checkpoint), batch_size="auto")._try_batch_sizes(32, 64) <= 5
     assert tried[0] == (64, 30) and tried[-1][0] <= 5
 
 

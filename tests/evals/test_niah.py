@@ -86,6 +86,8 @@ def test_missing_essays_are_named(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="there is no text in"):
         niah.essays(tmp_path / "niah")
     shutil.copy(SAMPLES / "niah" / "address.txt", tmp_path / "niah" / "any.txt")
+    # What is said of the texts is not one of them.
+    (tmp_path / "niah" / "SOURCE.txt").write_text("an address\n")
     assert [path.name for path in niah.essays(tmp_path / "niah")] == ["any.txt"]
 
 

@@ -1,5 +1,6 @@
 """Runs that are kept, taken up again, and say what is missing."""
 
+import dataclasses
 import json
 
 import datasets
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from flash_frac.cli import app
 from flash_frac.evals import harness, runner
 from flash_frac.evals.language_model import FracLM
+from flash_frac.evals.long_perplexity import window_starts
 from flash_frac.evals.offline import read_rows
 from flash_frac.evals.runner import Settings, evaluate, model_name, suite_names, whole_numbers
 from flash_frac.evals.suites import SUITES
@@ -97,6 +99,38 @@ def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypat
     assert report["units"][0]["conditions"]["data"].keys() == {"squad.jsonl"}
     num_fetched = len(fetched)
     assert evaluate(str(checkpoint), tmp_path, settings) == report and len(fetched) == num_fetched
+
+
+def test_what_a_task_took_is_kept(checkpoint, tmp_path):
+    """Tokens of all requests without padding; no memory of a GPU where there is none."""
+    report = evaluate(str(checkpoint), tmp_path, options(tasks=("piqa",), limit=1))
+    unit, lm = report["units"][0], FracLM(str(checkpoint))
+    row = read_rows(SAMPLES / "lm" / "piqa.jsonl")[0]
+    prompt = f"Question: {row['goal']}\nAnswer:"
+    lengths = [len(lm.tok_encode(f"{prompt} {row[name]}")) - 1 for name in ("sol1", "sol2")]
+    assert unit["results"]["tokens_read"] == sum(lengths)
+    assert 0 < unit["seconds"] < 600
+    assert (unit["peak_memory_mib"] is None) == (lm.device.type == "cpu")
+
+
+def test_own_documents_are_a_task_of_longppl(checkpoint, tmp_path):
+    """By the name of their file, and in tables and figures with the others."""
+    (tmp_path / "longppl").mkdir()
+    text = (SAMPLES / "niah" / "address.txt").read_text()
+    (tmp_path / "longppl" / "mine.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    settings = Settings(
+        suites=("lm", "longppl"), tasks=("mine",), lengths=(64, 128), data_dir=tmp_path
+    )
+    report = evaluate(str(checkpoint), tmp_path / "out", settings)
+    assert [(u["task"], u["length"]) for u in report["units"]] == [("mine", 64), ("mine", 128)]
+    assert "mine (ppl)" in (tmp_path / "out" / "results.md").read_text()
+    # The whole document once, and windows that end at some of its tokens.
+    read = report["units"][0]["results"]["tokens_read"]
+    assert read == 63 * (1 + len(window_starts(len(FracLM(str(checkpoint)).tok_encode(text)), 64)))
+    with pytest.raises(ValueError, match=r"missing .*other\.jsonl"):
+        evaluate(str(checkpoint), tmp_path / "out", dataclasses.replace(settings, tasks=("other",)))
+    with pytest.raises(ValueError, match="tasks must be of"):
+        Settings(suites=("longppl",), tasks=("mine",))
 
 
 @pytest.mark.parametrize(
