@@ -1,0 +1,131 @@
+"""Rows of experiments/evaluation: of tiny models, beside what guessing scores."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from experiments.evaluation import run
+from experiments.evaluation.chance import chance_of
+from experiments.evaluation.one_sample import time_one_sample
+from experiments.evaluation.toy import toy_checkpoint, toy_data
+from flash_frac.evals import long_perplexity, niah
+from flash_frac.evals.runner import evaluate
+from flash_frac.evals.suites import SUITES
+
+SHAPE = run.HERE.parents[1] / "recipes" / "models" / "frac-tiny"
+
+
+def read(folder):
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a checkpoint `tiny` and local files `data`."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    toy_checkpoint(folder / "tiny")
+    toy_data(folder / "data")
+    return folder
+
+
+def test_smoke(tmp_path):
+    run.main(["--smoke", "--commit", "abc", "--out", str(tmp_path)])
+    rows = {(row["suite"], row["task"], row["metric"]): row for row in read(tmp_path)}
+    assert set(rows) == {
+        *(("niah", f"niah_single_{n}", "accuracy") for n in (1, 2, 3)),
+        ("longppl", "river", "ppl"),
+        ("longppl", "river", "ppl_last"),
+        ("lm", "piqa", "acc"),
+    }
+    assert {row["commit"] for row in rows.values()} == {"abc"}
+    assert {row["name"] for row in rows.values()} == {"tiny"}
+    assert rows["lm", "piqa", "acc"]["chance"] == "50"
+    assert rows["niah", "niah_single_1", "accuracy"]["chance"] == "0"
+    # Weights at their start know nothing: all 259 tokens are about as likely.
+    row = rows["longppl", "river", "ppl"]
+    assert row["chance"] == "259" and float(row["value"]) == pytest.approx(259, rel=0.05)
+    assert all(int(row["tokens_read"]) > 0 and row["samples"] for row in rows.values())
+
+
+def test_rows_are_of_what_was_asked_for(place, tmp_path, monkeypatch):
+    """A finished run is not measured again, and lengths of other runs are left out."""
+    arguments = [str(place / "tiny"), "--data-dir", str(place / "data"), "--suites", "longppl"]
+    arguments += ["--work", str(tmp_path / "work"), "--lengths"]
+    run.main([*arguments, "64", "128", "--name", "a", "--out", str(tmp_path)])
+    before = read(tmp_path)
+    assert [row["length"] for row in before] == ["64", "64", "128", "128"]
+    monkeypatch.setattr(long_perplexity, "long_perplexity", None)
+    run.main([*arguments, "128", "--name", "b", "--out", str(tmp_path / "other")])
+    assert [row | {"name": "a"} for row in read(tmp_path / "other")] == before[2:]
+
+
+def test_chance_counts_the_choices_of_the_very_examples(tmp_path):
+    """Half of the questions have two choices, half have four; then only the first."""
+    rows = [
+        {
+            "question": "Which?",
+            "choices": {"text": list("abcd")[:num], "label": list("ABCD")[:num]},
+            "answerKey": "A",
+        }
+        for num in (2, 4)
+    ]
+    (tmp_path / "lm").mkdir()
+    (tmp_path / "lm" / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    suite = SUITES["lm"]
+    unit = suite.units(("arc_easy",))[0]
+    common = {"data_dir": tmp_path, "vocab_size": 10}
+    metric = unit.task.metrics[0]
+    assert chance_of(suite, unit, metric, limit=None, **common) == (1 / 2 + 1 / 4) / 2
+    assert chance_of(suite, unit, metric, limit=1, **common) == 1 / 2
+    lambada = suite.units(("lambada_openai",))[0]
+    values = [chance_of(suite, lambada, m, limit=None, **common) for m in lambada.task.metrics]
+    assert values == [None, 0.0]
+
+
+def test_untrained_is_the_same_shape_with_other_weights(place, tmp_path, monkeypatch):
+    measured = []
+
+    def look(checkpoint, *args, **options):
+        measured.append(load_file(f"{checkpoint}/model.safetensors"))
+        return evaluate(checkpoint, *args, **options)
+
+    # Weights that no seed gives.
+    model = run.AutoModelForCausalLM.from_pretrained(place / "tiny")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    model.save_pretrained(tmp_path / "trained")
+    for path in (place / "tiny").glob("token*"):
+        (tmp_path / "trained" / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(run, "evaluate", look)
+    arguments = [str(tmp_path / "trained"), "--data-dir", str(place / "data"), "--untrained"]
+    arguments += ["--suites", "lm", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]
+    run.main(arguments)
+    assert [row["name"] for row in read(tmp_path)] == ["untrained"]
+    # The toy is itself untrained, of seed 0.
+    toy = load_file(place / "tiny" / "model.safetensors")
+    assert measured[0].keys() == toy.keys()
+    assert all(torch.equal(measured[0][name], toy[name]) for name in toy)
+
+
+def test_one_sample(tmp_path):
+    run.main(["--shape", str(SHAPE), "--one-sample", "1024", "--out", str(tmp_path)])
+    (row,) = read(tmp_path)
+    assert (row["name"], row["task"], row["length"]) == ("frac-tiny-shape", "niah_single_1", "1024")
+    assert row["metric"] == "seconds" and float(row["value"]) > 0 and row["chance"] == ""
+    taken = time_one_sample(SHAPE, 1024, "bytes")
+    # With the beginning of the answer, which RULER does not count, and 128 tokens to write.
+    assert 700 < taken.tokens_read < 1024 and taken.tokens_written == niah.ANSWER_TOKENS
+    assert 0 < taken.prompt_seconds < taken.seconds
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--shape", "x"], ["folder"], ["--one-sample", "512", "--data-dir", "x"]]
+)
+def test_what_is_missing_is_told(arguments, capsys):
+    with pytest.raises(SystemExit):
+        run.main(arguments)
+    assert "--shape" in capsys.readouterr().err
