@@ -18,6 +18,10 @@ from flash_frac.evals.offline import read_rows
 from flash_frac.evals.suites import Request, Task
 from flash_frac.extras import require
 
+# Draws for the standard error of a perplexity: lm-eval's 100,000 take half a minute for LAMBADA,
+# and a thousand give it to 2%.
+BOOTSTRAP = 1000
+
 
 def _lm_eval(part: str) -> Any:
     return require(f"lm_eval.{part}", "eval", "frac eval")
@@ -119,7 +123,11 @@ def measure_task(request: Request, task: Any) -> dict[str, Any]:
     # Its bars go to the other stream; what it prints is about options that we do not have.
     with redirect_stdout(StringIO()):
         output = _lm_eval("evaluator").evaluate(
-            lm=request.lm, task_dict=loaded, limit=request.limit, log_samples=False
+            lm=request.lm,
+            task_dict=loaded,
+            limit=request.limit,
+            log_samples=False,
+            bootstrap_iters=BOOTSTRAP,
         )
     found = output["results"][name]
     numbers = {key: value for key, value in found.items() if isinstance(value, float | int)}
