@@ -184,7 +184,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--models", nargs="+", default=list(DESIGNS), choices=list(DESIGNS))
     parser.add_argument("--gammas", nargs="+", type=float, default=[0.1, 0.5])
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=list(range(10)), help="none: fixed kernels alone"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--train-length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5000)
