@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.training import compiled
 from flash_frac.baselines import make_mixer
 from flash_frac.inspect import evaluating
 from flash_frac.layers import RMSNorm
@@ -109,14 +108,6 @@ class Block(nn.Module):
         return x, state
 
 
-def _run(block: nn.Module, x: Tensor, state: Any, **times: Tensor) -> tuple[Tensor, Any]:
-    return block(x, state, **times)
-
-
-# Block by block, because all blocks share what is compiled for one.
-_run_compiled = compiled(_run)
-
-
 class LanguageModel(nn.Module):
     """Logits (B, T, V) of the next token at each of the tokens (B, T).
 
@@ -158,9 +149,8 @@ class LanguageModel(nn.Module):
         after, times = [], {}
         if self.training and self.design.dilation > 1:
             times = {"elapsed": random_elapsed(hidden, None, self.design.dilation)}
-        run = _run_compiled if self.training else _run
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
-            hidden, state = run(layer, hidden, state, **times)
+            hidden, state = layer(hidden, state, **times)
             after.append(state)
         return self.norm(hidden), after
 

@@ -11,38 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
 # Steps taken before the graph is captured, which must find every buffer in its place.
 _EAGER_STEPS = 3
 
-# Versions of a compiled function: one for each design and shape that a process meets.
-torch._dynamo.config.recompile_limit = 64
-
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through torch.compile for tensors on a GPU, as it is for others.
-
-    Where a CPU computes, a run in tests is over before it would be compiled. Shapes are taken as
-    fixed: every new one is compiled anew. Models that differ in their weights alone share the code.
-
-    Args:
-        function: gets a tensor as its second argument, whose device decides.
-    """
-    fast = torch.compile(function, dynamic=False)
-
-    @wraps(function)
-    def call(first: Any, tensor: Tensor, *rest: Any, **options: Any) -> Any:
-        return (fast if tensor.is_cuda else function)(first, tensor, *rest, **options)
-
-    return call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from experiments.heavy_tail.data import NUM_TOKENS
@@ -110,24 +109,14 @@ class Probe(nn.Module):
         else:
             times = query_time = {}
         state = None
-        take = _take_compiled if tokens.is_cuda and not self.training else _take
         for part in tokens[:, :-1].split(piece or tokens.shape[1], dim=1):
-            state = take(self, part, state, **times)
+            state = absorb(self.mixer, self.norm(self.embed(part.int())), state, **times)
         query = self.embed(tokens[:, -1:].int())
         mixed, _ = self.mixer(self.norm(query), state=state, **query_time)
         hidden = (query + mixed)[:, 0]
         if self.ffn is not None:
             hidden = hidden + self.ffn(hidden)
         return self.head(self.final_norm(hidden))
-
-
-def _take(model: Probe, tokens: Tensor, state: Any, **times: Tensor) -> Any:
-    """The state after more tokens (B, T)."""
-    return absorb(model.mixer, model.norm(model.embed(tokens.int())), state, **times)
-
-
-# For evaluation, which has many shapes; in training the whole model is compiled.
-_take_compiled = torch.compile(_take, dynamic=True)
 
 
 def num_parameters(model: nn.Module) -> int:

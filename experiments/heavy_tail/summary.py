@@ -63,10 +63,14 @@ def cell(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.1f}{spread}"
 
 
+def _heads(lengths: Sequence[int]) -> list[str]:
+    return [f"{n // 1024}K" if n > 512 else str(n) for n in lengths]
+
+
 def table(found: Accuracies, *, paper: bool) -> list[str]:
     """Rows of a Markdown table, the paper's below each of its models."""
     lengths = sorted({n for along in found.values() for n in along})
-    heads = [f"{n // 1024}K" if n > 512 else str(n) for n in lengths]
+    heads = _heads(lengths)
     lines = [f"| | seeds | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, along in found.items():
         cells = [cell(along[n]) for n in lengths]
@@ -86,7 +90,7 @@ def lead(found: Accuracies, leader: str) -> list[str]:
     others = [name for name in found if name in DESIGNS and not name.startswith("frac")]
     lengths = list(found[leader])
     lines = [
-        f"| {NAMES[leader]} ahead of | {' | '.join(map(str, lengths))} |",
+        f"| {NAMES[leader]} ahead of | {' | '.join(_heads(lengths))} |",
         "|---" * (len(lengths) + 1) + "|",
     ]
     for name in others:
@@ -96,7 +100,7 @@ def lead(found: Accuracies, leader: str) -> list[str]:
             ).pvalue
             for n in lengths
         ]
-        lines.append(f"| {NAMES[name]} | {' | '.join(f'{p:.1e}' for p in tests)} |")
+        lines.append(f"| {NAMES[name]} | {' | '.join(f'{p:.2g}' for p in tests)} |")
     return lines
 
 

@@ -34,7 +34,6 @@ from experiments.training import (
     Optimisation,
     Recorded,
     Training,
-    compiled,
     shuffled_order,
     train_side_by_side,
 )
@@ -82,7 +81,6 @@ class EpochScores(NamedTuple):
     ppl: float
 
 
-@compiled
 def token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of the scored tokens of a batch."""
     return _cross_entropy(model(inputs), targets)

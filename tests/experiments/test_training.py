@@ -11,7 +11,6 @@ from experiments.training import (
     Optimisation,
     Recorded,
     Training,
-    compiled,
     shuffled_order,
     train_side_by_side,
 )
@@ -36,17 +35,6 @@ def make(device="cpu", seed=0, **options):
 
 def loss_of(model, inputs, targets):
     return F.mse_loss(model(inputs), targets)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled_functions_compute_the_same(device):
-    """And on a CPU they are the functions themselves."""
-    training = make(device)
-    batch = training.model, training.inputs, training.targets
-    torch.testing.assert_close(compiled(loss_of)(*batch), loss_of(*batch))
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled(loss_of)(*(x.cpu() for x in batch))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 def parameters(training):
