@@ -1,4 +1,7 @@
-"""Draw results.csv as figure.svg: python -m experiments.madlab.plot [--preset P] [--out FOLDER]"""
+"""Draw results.csv as figure.svg, and print its table.
+
+python -m experiments.madlab.plot [--preset P] [--epochs N] [--out FOLDER]
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,9 @@ from typing import Any
 
 from experiments.madlab.run import HERE, results
 from experiments.madlab.settings import PRESETS
-from experiments.madlab.summary import PAPER, Score, best_scores
+from experiments.madlab.summary import PAPER, TASK_NAMES, Score, best_scores, table
 from experiments.models import COLOURS, NAMES
 from flash_frac.drawing import FAINT, INK, figure_at
-
-TASK_NAMES = {
-    "compression": "compression",
-    "fuzzy-in-context-recall": "fuzzy recall",
-    "memorization": "memorization",
-    "selective-copying": "selective copying",
-    "in-context-recall": "recall",
-    "noisy-in-context-recall": "noisy recall",
-}
 
 
 def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
@@ -54,7 +48,7 @@ def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, default="paper")
     parser.add_argument("--epochs", type=int, help="of the rows; the most of each task unless told")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
@@ -66,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{options.out} has no rows of preset {options.preset} with these epochs; "
             "python -m experiments.madlab.run makes them"
         )
+    print("\n".join(table(scores)))
     with figure_at(options.out / "figure.svg", (10, 3.6)) as (figure, (axes,)):
         draw(axes, scores)
         figure.legend(loc="outside upper right", ncols=6, frameon=False, fontsize=8)

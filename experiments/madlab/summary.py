@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from experiments.madlab.settings import Protocol
+from experiments.models import NAMES
 
+TASK_NAMES = {
+    "compression": "compression",
+    "fuzzy-in-context-recall": "fuzzy recall",
+    "memorization": "memorization",
+    "selective-copying": "selective copying",
+    "in-context-recall": "recall",
+    "noisy-in-context-recall": "noisy recall",
+}
 PAPER = {
     "mamba2": {
         "compression": (88.3, 0.2),
@@ -90,6 +99,27 @@ def _scores(pairs: Mapping[tuple[float, float], list[float]], epochs: int) -> It
         if len(values) == most:
             spread = statistics.stdev(values) if most > 1 else 0.0
             yield Score(statistics.mean(values), spread, most, epochs, *pair)
+
+
+def table(scores: Mapping[tuple[str, str], Score]) -> list[str]:
+    """Rows of a Markdown table, the paper's below each of its models."""
+    tasks = [task for task in TASK_NAMES if any(task == found for found, _ in scores)]
+    heads = [
+        f"{TASK_NAMES[task]}, {next(score.epochs for (t, _), score in scores.items() if t == task)}"
+        for task in tasks
+    ]
+    rows = [f"| task, epochs | {' | '.join(heads)} |", "|---" * (len(tasks) + 1) + "|"]
+    for model in [model for model in NAMES if any(model == found for _, found in scores)]:
+        found = [scores.get((task, model)) for task in tasks]
+        cells = [
+            "" if s is None else f"{s.mean:.1f} ± {s.spread:.1f} ({s.num_seeds})" for s in found
+        ]
+        rows.append(f"| {NAMES[model]} | {' | '.join(cells)} |")
+        if model in PAPER:
+            known = [PAPER[model].get(task) for task in tasks]
+            cells = ["" if pair is None else f"*{pair[0]} ± {pair[1]} (5)*" for pair in known]
+            rows.append(f"| *{NAMES[model]}, paper, 200* | {' | '.join(cells)} |")
+    return rows
 
 
 def lines(scores: Mapping[tuple[str, str], Score]) -> Iterator[str]:

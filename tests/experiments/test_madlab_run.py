@@ -7,7 +7,7 @@ import torch
 
 from experiments.madlab import plot, run
 from experiments.madlab.settings import PRESETS, Protocol
-from experiments.madlab.summary import PAPER, best_scores
+from experiments.madlab.summary import PAPER, best_scores, table
 from experiments.madlab.tasks import IGNORE, TASKS
 
 FEW = ["--smoke", "--tasks", "compression", "in-context-recall", "--models", "frac", "attention"]
@@ -38,6 +38,14 @@ def test_smoke_leaves_rows_and_a_figure(smoke):
 def test_a_second_run_trains_nothing(smoke, monkeypatch):
     monkeypatch.setattr(run, "Run", lambda *_: pytest.fail("a run was repeated"))
     run.main([*FEW, "--out", str(smoke)])
+
+
+def test_the_readme_has_the_numbers_of_the_table():
+    text = (run.HERE / "README.md").read_text()
+    lines = table(best_scores(run.results(run.HERE).rows.values(), PRESETS["paper"]))
+    assert len(lines) == 10
+    for line in lines:
+        assert line in text
 
 
 def test_presets_that_share_a_schedule_share_rows(smoke):
