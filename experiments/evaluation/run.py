@@ -38,6 +38,11 @@ COLUMNS = (
 )
 
 
+def results(folder: Path) -> Table:
+    """The rows in a folder, found by KEY."""
+    return Table(folder / "results.csv", COLUMNS, num_key=len(KEY))
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("checkpoint", nargs="?", help="folder of a model and its tokenizer")
@@ -179,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.smoke:
             shrink(options, Path(folder))
-        table = Table((options.out or HERE) / "results.csv", COLUMNS, num_key=len(KEY))
+        table = results(options.out or HERE)
         if options.shape is not None:
             one_sample(options, table)
         elif options.untrained:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments.evaluation import run
+from experiments.evaluation import run, summary
 from experiments.evaluation.chance import chance_of
 from experiments.evaluation.one_sample import time_one_sample
 from experiments.evaluation.toy import toy_checkpoint, toy_data
@@ -49,6 +49,15 @@ def test_smoke(tmp_path):
     row = rows["longppl", "river", "ppl"]
     assert row["chance"] == "259" and float(row["value"]) == pytest.approx(259, rel=0.05)
     assert all(int(row["tokens_read"]) > 0 and row["samples"] for row in rows.values())
+
+
+def test_the_readme_has_the_numbers_of_the_tables(capsys):
+    text = (run.HERE / "README.md").read_text()
+    summary.main([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(lines) == 2 + 9 + 2 + 7 + 2
+    for line in lines:
+        assert line in text
 
 
 def test_rows_are_of_what_was_asked_for(place, tmp_path, monkeypatch):

@@ -1,0 +1,74 @@
+"""Print results.csv as the tables of the README: python -m experiments.evaluation.summary"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from experiments.evaluation.run import HERE, results
+
+Row = Mapping[str, str]
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
+
+
+def lm_table(rows: Iterable[Row]) -> list[str]:
+    """Tasks of the suite lm, a line for each name, task and metric."""
+    lines = ["| model | task | metric | score | chance | examples | s |", "|---" * 7 + "|"]
+    for row in rows:
+        if row["suite"] == "lm":
+            value = f"{float(row['value']):.4g}"
+            lines.append(
+                f"| {row['name']} | {row['task']} | {row['metric']} | {value} | {row['chance']} "
+                f"| {int(row['samples']):,} | {float(row['seconds']):.0f} |"
+            )
+    return lines
+
+
+def length_table(rows: Sequence[Row], name: str) -> list[str]:
+    """Needles and documents by length, for the model of a name."""
+    lines = [
+        "| tokens | S-NIAH-1 | 2 | 3 | s a sample | MiB | perplexity | of the last tokens | MiB |",
+        "|---" * 9 + "|",
+    ]
+    found = {
+        (row["task"], int(row["length"]), row["metric"]): row
+        for row in rows
+        if row["name"] == name and row["length"]
+    }
+    documents = next((task for task, *_ in found if task not in NEEDLES), "")
+    for length in sorted({length for _, length, _ in found}):
+        needles = [found[task, length, "accuracy"] for task in NEEDLES]
+        samples = sum(int(row["samples"]) for row in needles)
+        seconds = sum(float(row["seconds"]) for row in needles)
+        whole, last = (found[documents, length, metric] for metric in ("ppl", "ppl_last"))
+        lines.append(
+            f"| {length // 1024}K | {' | '.join(row['value'] for row in needles)} "
+            f"| {seconds / samples:.2f} | {max(int(row['peak_mib']) for row in needles):,} "
+            f"| {whole['value']} | {last['value']} | {int(whole['peak_mib']):,} |"
+        )
+    return lines
+
+
+def sample_lines(rows: Iterable[Row]) -> list[str]:
+    """Single samples at the shape of a model."""
+    return [
+        f"- {row['name']}: {int(row['tokens_read']):,} tokens read and 128 written in "
+        f"{row['seconds']} s, {int(row['peak_mib'] or 0):,} MiB"
+        for row in rows
+        if row["metric"] == "seconds"
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--name", default="frac-30m")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    options = parser.parse_args(arguments)
+    rows = list(results(options.out).rows.values())
+    parts = (lm_table(rows), length_table(rows, options.name), sample_lines(rows))
+    print("\n\n".join("\n".join(part) for part in parts))
+
+
+if __name__ == "__main__":
+    main()
