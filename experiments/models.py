@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flash_frac.drawing import GREY, OTHER, OURS, PALE, THIRD
+from flash_frac.drawing import GREY, INK, OTHER, OURS, PALE, THIRD
 
 NAMES = {
     "frac": "Frac",
+    "frac_ours": "Frac (ours)",
     "mamba3": "Mamba3",
     "mamba2": "Mamba2",
     "gated_deltanet": "Gated DeltaNet",
@@ -17,6 +18,7 @@ NAMES = {
 }
 COLOURS = {
     "frac": OURS,
+    "frac_ours": INK,
     "mamba3": PALE,
     "mamba2": OTHER,
     "gated_deltanet": THIRD,

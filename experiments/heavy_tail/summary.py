@@ -29,10 +29,10 @@ PAPER = {
 }
 NAMES = {
     "frac": MODEL_NAMES["frac"],
-    "frac_ours": "Frac (ours)",
+    "frac_ours": MODEL_NAMES["frac_ours"],
     "frac_dilated": "Frac, dilation alone",
     "frac_early": "Frac, early regime alone",
-    **{name: shown for name, shown in MODEL_NAMES.items() if name != "frac"},
+    **{name: shown for name, shown in MODEL_NAMES.items() if not name.startswith("frac")},
     "attention_nope": "attention, no positions",
     "sum": "plain sum",
     "last": "last event",
