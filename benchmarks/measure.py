@@ -100,8 +100,9 @@ def row_keeper(
     return keep
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that all benchmarks have."""
-    parser.add_argument("--no-peers", action="store_true", help="time this project's code alone")
+def add_options(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
+    """The options that all benchmarks have, and that of those with peers."""
+    if peers:
+        parser.add_argument("--no-peers", action="store_true", help="time our code alone")
     parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--out", type=Path, help="CSV to append to; benchmarks/results/<gpu>.csv")

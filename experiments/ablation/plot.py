@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.ablation.run import HERE
 from experiments.ablation.summary import changes, paper_change
 from experiments.ablation.variants import BASELINE, VARIANTS
-from experiments.long_documents.study import results
-from experiments.long_documents.summary import Runs, best_runs, short
+from experiments.long_documents.summary import Runs, asked_runs, short
 from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, figure_at
 
 
@@ -48,17 +45,13 @@ def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
-    options = parser.parse_args(arguments)
-    found = best_runs(results(options.out).rows.values(), options.steps)
+    folder, found = asked_runs(__doc__, arguments, HERE)
     if len(found) < 2 or BASELINE not in found:
         raise SystemExit(
-            f"{options.out} must have rows of the baseline and of another variant; "
+            f"{folder} must have rows of the baseline and of another variant; "
             "python -m experiments.ablation.run makes them"
         )
-    with figure_at(options.out / "figure.svg", (9, 4.2), (3, 2)) as (figure, axes):
+    with figure_at(folder / "figure.svg", (9, 4.2), (3, 2)) as (figure, axes):
         draw(axes, found)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False)

@@ -6,15 +6,12 @@ perplexities (390M parameters, 30B tokens, other documents) with their changes b
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from experiments.ablation.run import HERE
 from experiments.ablation.variants import BASELINE, DATASETS, VARIANTS
-from experiments.long_documents.study import results
-from experiments.long_documents.summary import Runs, best_runs, cell, ratios, short
+from experiments.long_documents.summary import Runs, asked_runs, cell, ratios, short
 
 
 def changes(found: Mapping[str, Runs], length: int) -> dict[str, list[float]]:
@@ -65,13 +62,7 @@ def table(found: Mapping[str, Runs]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
-    options = parser.parse_args(arguments)
-    found = best_runs(results(options.out).rows.values(), options.steps)
-    if not found:
-        raise SystemExit(f"{options.out} has no rows; python -m experiments.ablation.run")
+    _, found = asked_runs(__doc__.splitlines()[0], arguments, HERE)
     print(*table(found), sep="\n")
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.long_documents.run import HERE
-from experiments.long_documents.study import results
-from experiments.long_documents.summary import Runs, best_runs, ratios, short
+from experiments.long_documents.summary import Runs, asked_runs, ratios, short
 from experiments.models import COLOURS, NAMES, curve
 from flash_frac.drawing import FAINT, GREY, figure_at
 
@@ -51,15 +48,9 @@ def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
-    options = parser.parse_args(arguments)
-    runs = best_runs(results(options.out).rows.values(), options.steps)
+    folder, runs = asked_runs(__doc__, arguments, HERE)
     found = {name: runs[name] for name in NAMES if name in runs}
-    if not found:
-        raise SystemExit(f"{options.out} has no rows; python -m experiments.long_documents.run")
-    with figure_at(options.out / "figure.svg", (9, 3.4), (1, 1)) as (figure, axes):
+    with figure_at(folder / "figure.svg", (9, 3.4), (1, 1)) as (figure, axes):
         draw(axes, found)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=5, frameon=False)

@@ -110,14 +110,27 @@ def table(
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def asked_runs(
+    about: str, arguments: Sequence[str] | None, here: Path
+) -> tuple[Path, dict[str, Runs]]:
+    """What a command line asks for: the folder of an experiment, and its best runs by model.
+
+    Args:
+        about: what the command is about.
+        here: folder of the experiment, unless --out names another; SystemExit if it has no rows.
+    """
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
+    parser.add_argument("--out", type=Path, default=here, help="folder of results.csv")
     options = parser.parse_args(arguments)
     found = best_runs(results(options.out).rows.values(), options.steps)
     if not found:
-        raise SystemExit(f"{options.out} has no rows; python -m experiments.long_documents.run")
+        raise SystemExit(f"{options.out} has no rows; python -m experiments.{here.name}.run")
+    return options.out, found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    _, found = asked_runs(__doc__.splitlines()[0], arguments, HERE)
     print("Perplexity of held-out documents against context\n")
     print(*table(found, "perplexity", "perplexity", digits=3), sep="\n")
     print("\nDigits of a planted value that are right, percent, against distance\n")

@@ -115,18 +115,23 @@ def make_row(
     dtype: torch.dtype,
     times: Times,
     *,
-    tokens: int,
+    tokens: int | None,
     peak: int | None,
     error: float | None,
 ) -> dict:
-    """The columns that a measurement fills: `passed` is what was run, `tokens` those of a call."""
+    """The columns that a measurement fills.
+
+    Args:
+        passed: what was run.
+        tokens: those of a call; None where its time does not depend on them.
+    """
     return {
         "implementation": implementation,
         "pass": passed,
         **shape,
         "dtype": str(dtype).removeprefix("torch."),
         **{f"ms_{name}": round(value, 3) for name, value in times._asdict().items()},
-        "tokens_per_s": round(1e3 * tokens / times.p50, 1),
+        "tokens_per_s": None if tokens is None else round(1e3 * tokens / times.p50, 1),
         "peak_mib": peak,
         "error": None if error is None else f"{error:.1e}",
     }
@@ -134,11 +139,13 @@ def make_row(
 
 def print_rows(rows: Iterable[Mapping]) -> None:
     for row in rows:
+        speed = row["tokens_per_s"]
+        speed = "" if speed is None else f"{speed:13,.1f} tokens/s"
         peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:7d} MiB"
         error = "" if row["error"] is None else f"  error {row['error']}"
         print(
             f"{row['implementation']:46} {row['pass']:17} {row['B']:3d} x {row['T']:5d} "
-            f"{row['ms_p50']:10.3f} ms {row['tokens_per_s']:13,.1f} tokens/s {peak}{error}",
+            f"{row['ms_p50']:10.3f} ms {speed} {peak}{error}",
             flush=True,
         )
 
