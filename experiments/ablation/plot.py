@@ -7,18 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.ablation.run import HERE
-from experiments.ablation.summary import changes, paper_change
+from experiments.ablation.summary import changes, paper_change, seed_spread
 from experiments.ablation.variants import BASELINE, VARIANTS
 from experiments.long_documents.summary import Runs, asked_runs, short
 from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, figure_at
 
 
 def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
-    """Changes of the perplexity as bars: ours by length on the left, the paper's on the right."""
+    """Changes of the perplexity as bars: ours by length on the left, the paper's on the right.
+
+    A band on the left is as wide as the baseline's own spread over seeds at the longest length.
+    """
     names = [name for name in VARIANTS if name in found and name != BASELINE]
     lengths = sorted({int(row["length"]) for runs in found.values() for row in runs.rows})
     height = 0.8 / len(lengths)
     left, right = axes
+    if (spread := seed_spread(found, lengths[-1])) is not None:
+        left.axvspan(-spread, spread, color=FAINT, label="Frac's own deviation over seeds")
     for place, (length, colour) in enumerate(zip(lengths, (PALE, OURS), strict=False)):
         change = changes(found, length)
         there = [(i, change[name]) for i, name in enumerate(names) if change[name]]
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with figure_at(folder / "figure.svg", (9, 4.2), (3, 2)) as (figure, axes):
         draw(axes, found)
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False)
+        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,12 @@ def changes(found: Mapping[str, Runs], length: int) -> dict[str, list[float]]:
     }
 
 
+def seed_spread(found: Mapping[str, Runs], length: int) -> float | None:
+    """Standard deviation of the baseline over seeds in percent; None if it has one seed."""
+    values = found[BASELINE].values("perplexity", "perplexity").get(length, [])
+    return 100 * statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else None
+
+
 def paper_change(name: str) -> float | None:
     """Mean over DATASETS of the paper's change from its baseline, percent; None if not there."""
     ours, base = VARIANTS[name].paper, VARIANTS[BASELINE].paper
@@ -41,19 +47,18 @@ def table(found: Mapping[str, Runs]) -> list[str]:
     lengths = sorted({length for values in columns.values() for length in values})
     heads = [f"{short(n)} | change, %" for n in lengths]
     paper = [f"paper: {name}" for name in DATASETS]
-    heads = ["", "seeds", "parameters", *heads, *paper, "mean change, %"]
+    heads = ["", "seeds", *heads, *paper, "mean change, %"]
     lines = [f"| {' | '.join(heads)} |", "|---" * (len(heads) + len(lengths)) + "|"]
     change = {length: changes(found, length) for length in lengths}
     for name, variant in VARIANTS.items():
         if name not in found:
             continue
-        runs = found[name]
-        cells = [variant.label, str(runs.num_seeds), f"{int(runs.rows[0]['parameters']):,}"]
+        cells = [variant.label, str(found[name].num_seeds)]
         for length in lengths:
             there = columns[name].get(length)
-            cells.append(cell(there, 3) if there else "")
+            cells.append(cell(there) if there else "")
             difference = change[length][name]
-            cells.append(cell(difference, 2) if difference and name != BASELINE else "")
+            cells.append(cell(difference, 1) if difference and name != BASELINE else "")
         cells += [f"{value}" for value in variant.paper or ("", "", "")]
         beside = paper_change(name)
         cells.append("" if beside is None or name == BASELINE else f"{beside:.1f}")

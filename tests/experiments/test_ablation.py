@@ -194,24 +194,32 @@ def test_changes_are_from_the_baseline_of_the_same_seed():
             ("no_D", "2", "99"),
         )
     ]
-    found = summary.changes(best_runs(rows), 4096)
+    runs = best_runs(rows)
+    found = summary.changes(runs, 4096)
     assert found["no_D"] == pytest.approx([10.0, 20.0])
     assert found[BASELINE] == [0.0, 0.0]
+    assert summary.seed_spread(runs, 4096) == pytest.approx(100 * 50**0.5 / 15)
+    assert summary.seed_spread(best_runs(rows[:1]), 4096) is None
 
 
 def test_the_readme_has_every_row():
-    lines = (run.HERE / "README.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    rows = {row[0]: row for row in cells if len(row) == 6}
-    baseline = num_inner_parameters(full_size(BASELINE))
+    text = (run.HERE / "README.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    rows = {row[0]: row for row in cells if len(row) == 3}
     for name, variant in VARIANTS.items():
-        row = rows[variant.label]
-        assert row[3:] == [*map(str, variant.paper or ("", "", ""))]
+        gained = LAYERS * DIFFERENCES[name][2] if name != BASELINE else 0
+        expected = f"{gained:+,}" if gained else ""
         if name == BASELINE:
-            assert row[2] == f"{baseline:,}"
-        else:
-            gained = LAYERS * DIFFERENCES[name][2]
-            assert row[2] == (f"{gained:+,}" if gained else "")
+            expected = f"{num_inner_parameters(full_size(BASELINE)):,}"
+        assert rows[variant.label][2] == expected
+
+
+def test_the_readme_has_the_numbers_of_the_table():
+    found = best_runs(study.results(run.HERE).rows.values())
+    assert found.keys() == VARIANTS.keys()
+    text = (run.HERE / "README.md").read_text()
+    for line in summary.table(found):
+        assert line in text
 
 
 def test_the_papers_changes():
