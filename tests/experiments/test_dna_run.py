@@ -14,6 +14,7 @@ from experiments.dna.designs import CORES, MODELS, make_design
 from experiments.dna.protocol import KEY, LENGTHS, LRS, Job, Protocol, parse
 from experiments.dna.summary import SETTING, best_rows, lines
 from experiments.language_model import loss, make_model, num_parameters
+from experiments.models import NAMES
 from flash_frac.models import FracConfig, FracForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +218,16 @@ def row(model="frac", length=1024, lr=1e-3, valid=3.0, test=3.1, seed=0, **chang
     values = {"model": model, "length": length, "lr": lr, "seed": seed, "parameters": 7}
     values |= {"valid_ppl": valid, "test_ppl": test, "valid_base_ppl": 1, "test_base_ppl": 2}
     return setting | {name: str(value) for name, value in values.items()} | changes
+
+
+def test_the_readme_has_the_numbers_of_the_rows():
+    text = (run.HERE / "README.md").read_text()
+    rows = run.results(run.HERE).rows.values()
+    for column, words in (("ppl", "test perplexity"), ("base_ppl", "of A, C, G and T alone")):
+        (scores,) = best_rows(rows, column).values()
+        for model in {model for model, _ in scores}:
+            cells = [f"{scores[model, length].ppl:.3f}" for length in (1024, 4096, 16384)]
+            assert f"| {NAMES[model]}, {words} | {' | '.join(cells)} |" in text
 
 
 def test_the_learning_rate_is_chosen_on_the_validation_split():
