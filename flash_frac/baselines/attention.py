@@ -1,6 +1,6 @@
 """Causal softmax attention with rotary positions, and its cache as a state.
 
-    q, k, v = proj(input), q and k rotated by their positions
+    q, k, v = proj(input), q and k [normed and] rotated by their positions
     output  = o_proj(softmax(q k^T / sqrt(D), causal) v)
 
 Letters: B batch, T time, S tokens seen before, E width, H heads, D head channels.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_frac.baselines.checks import check_input, check_sizes, check_state
+from flash_frac.layers import RMSNorm
 
 
 class AttentionState(NamedTuple):
@@ -39,6 +40,8 @@ class Attention(nn.Module):
         bias: whether the four projections have a bias.
         rope: whether queries and keys are rotated; without, no position is told.
         rope_theta: base of the rotations' wavelengths.
+        qk_norm: whether each head's queries and keys are normed by their root mean square, as in
+            Qwen3.
 
     Example:
         >>> mixer = Attention(128, num_heads=8, head_dim=16)
@@ -55,6 +58,7 @@ class Attention(nn.Module):
         bias: bool = False,
         rope: bool = True,
         rope_theta: float = 10000.0,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
@@ -67,6 +71,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, inner, bias=bias)
         self.v_proj = nn.Linear(hidden_size, inner, bias=bias)
         self.o_proj = nn.Linear(inner, hidden_size, bias=bias)
+        self.q_norm = RMSNorm(head_dim) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim) if qk_norm else nn.Identity()
 
     def forward(
         self, x: Tensor, *, state: AttentionState | None = None
@@ -75,7 +81,7 @@ class Attention(nn.Module):
         past = 0 if state is None else state.num_tokens
         state = self.absorb(x, state=state)
         num_tokens = x.shape[1]
-        q = self._heads(self.q_proj(x))
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
         if self.rope:
             q = self._rotate(q, past)
         mask = None
@@ -90,7 +96,8 @@ class Attention(nn.Module):
     def absorb(self, x: Tensor, *, state: AttentionState | None = None) -> AttentionState:
         """The state after x (B, T, E), as `forward` has it, without any outputs."""
         check_input(x, self.hidden_size)
-        keys, values = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        keys = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        values = self._heads(self.v_proj(x)).transpose(1, 2)
         if self.rope:
             keys = self._rotate(keys, 0 if state is None else state.num_tokens)
         if state is None:
@@ -103,8 +110,8 @@ class Attention(nn.Module):
         )
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, H D) -> (B, H, T, D)."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        """(B, T, H D) -> (B, T, H, D)."""
+        return x.unflatten(-1, (self.num_heads, -1))
 
     def _rotate(self, x: Tensor, position: int) -> Tensor:
         """Turn channels i and i + D / 2 of (B, H, T, D) by an angle linear in the position."""

@@ -92,6 +92,9 @@ def gated_deltanet(layer, x):
 def attention(layer, x):
     def branch(name):
         u = getattr(layer, f"{name}_proj")(x).unflatten(-1, (layer.num_heads, -1))
+        norm = getattr(layer, f"{name}_norm", None)
+        if hasattr(norm, "weight"):
+            u = normed(u, 1e-6) * norm.weight
         if not layer.rope or name == "v":
             return u
         real, imaginary = u.chunk(2, -1)

@@ -1,9 +1,11 @@
 """Against maintained implementations that run on a CPU."""
 
 import importlib.util
+from importlib import import_module
 
 import pytest
 import torch
+import transformers
 from torch.testing import assert_close
 
 from flash_frac.baselines import Attention, Mamba2, make_mixer
@@ -66,19 +68,22 @@ def test_delta_rule_of_fla(form):
         assert_close(a, b, **FLOAT32)
 
 
-def test_attention_of_transformers():
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-
-    config = LlamaConfig(
+@pytest.mark.parametrize("kind, options", [("Llama", {"bias": True}), ("Qwen3", {"qk_norm": True})])
+def test_attention_of_transformers(kind, options):
+    folder = kind.lower()
+    peer = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    config = getattr(transformers, f"{kind}Config")(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
-        attention_bias=True, rope_theta=1e4, attn_implementation="sdpa",
+        attention_bias="bias" in options, rope_theta=1e4, attn_implementation="sdpa",
     )  # fmt: skip
-    theirs = LlamaAttention(config, layer_idx=0).eval()
-    ours = Attention(32, num_heads=4, head_dim=8, bias=True)
+    theirs = getattr(peer, f"{kind}Attention")(config, layer_idx=0).eval()
+    ours = Attention(32, num_heads=4, head_dim=8, **options)
+    for name, parameter in ours.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 150, 32)
-    positions = LlamaRotaryEmbedding(config)(x, torch.arange(150)[None])
+    positions = getattr(peer, f"{kind}RotaryEmbedding")(config)(x, torch.arange(150)[None])
     assert_close(ours(x)[0], theirs(x, positions, None)[0], **FLOAT32)
 
 

@@ -13,6 +13,7 @@ SIZES = {"num_heads": 3, "head_dim": 4}
 CASES = {
     "attention": {},
     "attention-no-rope": {"rope": False, "bias": True},
+    "attention-qk-norm": {"qk_norm": True},
     "mamba2": {"state_size": 5},
     "mamba3": {"state_size": 8},
     "mamba3-all-turn": {"state_size": 6, "rope_fraction": 1.0},
