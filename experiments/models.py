@@ -15,6 +15,7 @@ NAMES = {
     "mamba2": "Mamba2",
     "gated_deltanet": "Gated DeltaNet",
     "attention": "attention",
+    "qwen3": "attention (Qwen3)",
 }
 COLOURS = {
     "frac": OURS,
@@ -23,6 +24,7 @@ COLOURS = {
     "mamba2": OTHER,
     "gated_deltanet": THIRD,
     "attention": GREY,
+    "qwen3": "#d9a441",
 }
 
 

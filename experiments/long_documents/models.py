@@ -55,6 +55,7 @@ def _peer(mixer: str, num_layers: int, num_heads: int, head_dim: int, **rest: An
 DESIGNS = {
     "frac": frac_design(),
     "attention": _peer("attention", 9, 8, 64, mlp_size=1472),
+    "qwen3": _peer("attention", 9, 8, 64, options={"qk_norm": True}, mlp_size=1472),
     "mamba2": _peer("mamba2", 17, 16, 64, options={"state_size": 128}),
     "gated_deltanet": _peer("gated_deltanet", 10, 6, 64, options={"expand_v": 2.0}, mlp_size=912),
     "mamba3": _peer("mamba3", 17, 16, 64, options={"state_size": 128}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ def relative(runs: Runs) -> dict[int, list[float]]:
     return {length: ratios(values[length], reference) for length in values}
 
 
+def label(name: str, runs: Runs) -> str:
+    """A model and its perplexity at the length of training, which `relative` leaves out."""
+    values = runs.values("perplexity", "perplexity").get(runs.train_length)
+    there = f", {statistics.mean(values):.1f} at {short(runs.train_length)}" if values else ""
+    return f"{NAMES[name]}{there}"
+
+
 def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
     """Perplexity on the left, recall on the right."""
     left, right = axes
@@ -29,7 +37,7 @@ def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
     for name, runs in found.items():
         ratio = relative(runs)
         lowest = min(lowest, *(min(values) for values in ratio.values()))
-        look = {"colour": COLOURS[name], "label": NAMES[name]}
+        look = {"colour": COLOURS[name], "label": label(name, runs)}
         curve(left, ratio, **look)
         if recalled := runs.values("recall", "accuracy"):
             curve(right, {n: [100 * v for v in recalled[n]] for n in recalled}, **look)
@@ -53,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with figure_at(folder / "figure.svg", (9, 3.4), (1, 1)) as (figure, axes):
         draw(axes, found)
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=5, frameon=False)
+        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
 
 
 if __name__ == "__main__":

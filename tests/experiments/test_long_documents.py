@@ -210,6 +210,16 @@ def test_sizes_are_alike(name):
     assert f"| {num_inner_parameters(model):,} |" in (run.HERE / "README.md").read_text()
 
 
+def test_the_readme_has_the_numbers_of_the_table():
+    found = summary.best_runs(study.results(run.HERE).rows.values())
+    tables = summary.table(found, "perplexity", "perplexity", digits=3)
+    for column in ("accuracy", "control_accuracy"):
+        tables += summary.table(found, "recall", column, scale=100, digits=1)
+    text = (run.HERE / "README.md").read_text()
+    for line in tables:
+        assert line in text
+
+
 def test_frac_is_the_recipes_model():
     design, config = DESIGNS["frac"], FracConfig.from_pretrained(RECIPE)
     assert design.options["settings"] == config.control_settings()
