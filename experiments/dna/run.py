@@ -198,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, protocol = parse(__doc__.splitlines()[0], arguments)
     out = options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE)
     table, device = results(out), torch.device(options.device)
+    # The delta rule and the Mambas compute in float32 here.
+    torch.set_float32_matmul_precision("high")
     made_with = provenance() | ({"commit": options.commit} if options.commit else {})
     made_with = {name: made_with[name] for name in ("commit", "machine", "torch")}
 

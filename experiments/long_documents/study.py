@@ -217,6 +217,8 @@ def make_protocol(
             "or use --smoke"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # The delta rule and the Mambas compute in float32 here, and so does the head when it is read.
+    torch.set_float32_matmul_precision("high")
     made_with = provenance() | ({"commit": options.commit} if options.commit else {})
     return Protocol(
         corpus=toy_corpus() if options.smoke else read_corpus(options.corpus),
