@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments.evaluation import run, summary
+from experiments.evaluation import run, summary, texts
 from experiments.evaluation.chance import chance_of
 from experiments.evaluation.one_sample import time_one_sample
 from experiments.evaluation.toy import toy_checkpoint, toy_data
@@ -138,3 +138,30 @@ def test_what_is_missing_is_told(arguments, capsys):
     with pytest.raises(SystemExit):
         run.main(arguments)
     assert "--shape" in capsys.readouterr().err
+
+
+def test_texts_are_not_of_the_sample(tmp_path, monkeypatch, capsys):
+    """Numbers 4n + 3 are never trained on: 3 is to be read, 7 and 11 make the haystack."""
+    monkeypatch.setattr(texts, "LONG", (3,))
+    words = [f"{a}{b}" for a in "abcdefghij" for b in "klmnopqrst"]
+    prose = [" ".join(words[i : i + 60]) + "." for i in (0, 20, 40)]
+    bodies = {
+        1: " ".join(words[:30]),
+        3: " ".join(words[:38]),
+        4: prose[2],
+        7: f"1. Title\n\n{prose[0]}\n\n{prose[0]} Copyright {prose[1]}\n\n    x = 17;  " * 2,
+        11: f"{prose[1]}\n\n{prose[0]}\n\nToo short.",
+    }
+    lines = [json.dumps({"name": f"rfc{n}", "text": text}) + "\n" for n, text in bodies.items()]
+    (tmp_path / "all.jsonl").write_text("".join(lines))
+    texts.main([str(tmp_path / "all.jsonl"), str(tmp_path / "data")])
+    (line,) = (tmp_path / "data/longppl/rfc.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"text": bodies[3]}
+    found = (tmp_path / "data/niah/paragraphs.txt").read_text()
+    assert found == f"{prose[1]}\n\n{prose[0]}\n"
+    # 23 runs of 16 words, of which the 15 in the first 30 words are in rfc1, too.
+    assert "rfc3: 65.2% of its runs of 16 words" in capsys.readouterr().out
+    (tmp_path / "all.jsonl").write_text(lines[0])
+    with pytest.raises(SystemExit):
+        texts.main([str(tmp_path / "all.jsonl"), str(tmp_path / "data")])
+    assert "documents must hold all RFCs" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Make the texts of the long evaluations from RFCs that the models were not trained on.
+
+    python -m experiments.evaluation.texts ALL.jsonl DATA
+
+ALL.jsonl holds all RFCs, as experiments/rfc/prepare.py makes it without --sample; DATA is what
+`frac eval` takes as --data-dir. DATA/longppl/rfc.jsonl gets whole documents of at least 64K tokens,
+DATA/niah/paragraphs.txt paragraphs of prose from others, for haystacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from experiments.rfc.prepare import sample
+from flash_frac.files import write_text
+
+# Of the RFCs that have 65,536 tokens and are not in the sample, those that share the fewest runs of
+# words with it, the best first.
+LONG = (9000, 5707, 9244, 8743, 8995, 8994, 8829, 8152, 8299, 8795, 4171, 9182)
+RUN = 16
+# Of the haystacks: words in all, paragraphs of a document, and words of a paragraph.
+NUM_WORDS, MOST_PARAGRAPHS, LEAST_WORDS = 75_000, 12, 50
+_PLAIN = re.compile(r"[A-Za-z][a-z]*[,.;:)]?$|\(?[a-z]+[,.;:)]?$")
+_LEAST_PLAIN = 0.93
+# What every RFC says.
+_FURNITURE = re.compile(
+    "Internet-Draft|Trust|copyright|Copyright|BCP 14|Task Force|Simplified BSD|errata|Status of"
+)
+
+
+def read_documents(path: Path) -> dict[int, str]:
+    """Texts by the number of the RFC."""
+    with path.open(encoding="utf-8") as file:
+        lines = map(json.loads, file)
+        return {int(line["name"].removeprefix("rfc")): line["text"] for line in lines}
+
+
+def prose(text: str) -> Iterator[str]:
+    """Paragraphs of nothing but sentences, each as one line."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        words = paragraph.split()
+        if len(words) < LEAST_WORDS or not words[-1].endswith("."):
+            continue
+        plain = sum(bool(_PLAIN.match(word)) for word in words)
+        line = " ".join(words)
+        if plain >= _LEAST_PLAIN * len(words) and not _FURNITURE.search(line):
+            yield line
+
+
+def haystack(documents: Mapping[int, str]) -> list[str]:
+    """Different paragraphs, from the newest documents back."""
+    found: list[str] = []
+    num_words = 0
+    for number in sorted(documents, reverse=True):
+        paragraphs = list(prose(documents[number]))[:MOST_PARAGRAPHS]
+        found += paragraphs
+        num_words += sum(len(paragraph.split()) for paragraph in paragraphs)
+        if num_words > NUM_WORDS:
+            break
+    return list(dict.fromkeys(found))
+
+
+def runs_of_words(text: str) -> set[int]:
+    """Hashes of all runs of RUN words."""
+    words = text.split()
+    return {hash(tuple(words[i : i + RUN])) for i in range(len(words) - RUN + 1)}
+
+
+def shared(texts: Mapping[int, str], others: Mapping[int, str]) -> dict[int, float]:
+    """For each text the share of its runs of words that any of the others has."""
+    runs = {number: runs_of_words(text) for number, text in texts.items()}
+    wanted = set().union(*runs.values())
+    there: set[int] = set()
+    for text in others.values():
+        there |= wanted & runs_of_words(text)
+    return {number: len(own & there) / len(own) for number, own in runs.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("documents", type=Path, help="all RFCs, by experiments/rfc/prepare.py")
+    parser.add_argument("data", type=Path, help="folder for the files of `frac eval --data-dir`")
+    options = parser.parse_args(arguments)
+    documents = read_documents(options.documents)
+    trained = {number: documents.pop(number) for number in sample(documents)}
+    if missing := [number for number in LONG if number not in documents]:
+        parser.error(
+            f"documents must hold all RFCs: of those to read, {missing} are not in "
+            f"{options.documents}; make it without --sample"
+        )
+    long = {number: documents.pop(number) for number in LONG}
+    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in long.values())
+    write_text(options.data / "longppl" / "rfc.jsonl", "".join(lines))
+    paragraphs = haystack(documents)
+    write_text(options.data / "niah" / "paragraphs.txt", "\n\n".join(paragraphs) + "\n")
+    for number, share in shared(long, trained).items():
+        print(f"rfc{number}: {100 * share:.1f}% of its runs of {RUN} words are in the sample")
+    print(f"{len(long)} documents and {len(paragraphs)} paragraphs in {options.data}")
+
+
+if __name__ == "__main__":
+    main()
