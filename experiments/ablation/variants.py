@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from experiments.heavy_tail.model import EARLY, EARLY_SETTINGS
 from experiments.language_model import LanguageModel, LanguageModelDesign, make_model
 from experiments.long_documents.models import fitted, frac_design
 
@@ -73,6 +74,13 @@ VARIANTS = {
         label="exact prior, optimised bank", options=_BANK, settings={"prior": "exact"}
     ),
     "time_dilation": Variant(label="time dilation to 16", dilation=16.0),
+    "early_regime": Variant(label="early regime", options=EARLY, settings=EARLY_SETTINGS),
+    "early_regime_and_dilation": Variant(
+        label="early regime, time dilation to 16",
+        options=EARLY,
+        settings=EARLY_SETTINGS,
+        dilation=16.0,
+    ),
 }
 PAPER_ROWS = tuple(name for name, variant in VARIANTS.items() if variant.paper is not None)
 

@@ -42,29 +42,29 @@ class Design(NamedTuple):
 # t << 1, where its kernel is the power law t^(alpha - 1).
 LONGEST = 2.0**20
 EARLY = {
-    "num_modes": 16,
     "tau_min": 1 / LONGEST,
     "tau_max": 1.0,
     "dt_init": 0.5 / LONGEST,
     # States of slow modes are small, a millionth of their input, until the norm.
     "norm_eps": 1e-20,
-    "settings": ControlSettings(
-        dt_min=2.0**-45,
-        dt_max=1 / LONGEST,
-        lambda_min=1.0,
-        lambda_max=1.0,
-        rho_eps=0.0,
-        prior="exact",
-        write_prior=False,
-    ),
 }
+EARLY_SETTINGS = {
+    "dt_min": 2.0**-45,
+    "dt_max": 1 / LONGEST,
+    "lambda_min": 1.0,
+    "lambda_max": 1.0,
+    "rho_eps": 0.0,
+    "prior": "exact",
+    "write_prior": False,
+}
+_EARLY = {"num_modes": 16, **EARLY, "settings": ControlSettings(**EARLY_SETTINGS)}
 DESIGNS = {
     "frac": Design("frac", 136, 8, 34, {"num_modes": 16, "tau_max": 2.0**17}),
-    "frac_ours": Design("frac", 136, 8, 34, EARLY, dilation=1024.0),
+    "frac_ours": Design("frac", 136, 8, 34, _EARLY, dilation=1024.0),
     "frac_dilated": Design(
         "frac", 136, 8, 34, {"num_modes": 16, "tau_max": 2.0**17}, dilation=1024.0
     ),
-    "frac_early": Design("frac", 136, 8, 34, EARLY),
+    "frac_early": Design("frac", 136, 8, 34, _EARLY),
     "attention": Design("attention", 128, 8, 16, {"bias": True}, ffn=512),
     "attention_nope": Design("attention", 128, 8, 16, {"bias": True, "rope": False}, ffn=512),
     "mamba2": Design("mamba2", 160, 8, 40),
