@@ -10,7 +10,8 @@ from typing import Any
 from flash_frac.extras import require
 
 INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
-OURS, PALE, OTHER, THIRD = "#00707c", "#6fc0c5", "#c06c54", "#8d6a9f"
+OURS, PALE = "#00707c", "#6fc0c5"
+OTHER, THIRD, FOURTH = "#c06c54", "#8d6a9f", "#d9a441"
 STYLE = {
     "font.size": 9,
     "font.family": "sans-serif",

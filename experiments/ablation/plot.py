@@ -9,7 +9,8 @@ from typing import Any
 from experiments.ablation.run import HERE
 from experiments.ablation.summary import changes, paper_change, seed_spread
 from experiments.ablation.variants import BASELINE, VARIANTS
-from experiments.long_documents.summary import Runs, asked_runs, short
+from experiments.long_documents.summary import Runs, asked_runs
+from experiments.models import short
 from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, figure_at
 
 

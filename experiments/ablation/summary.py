@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from experiments.ablation.run import HERE
 from experiments.ablation.variants import BASELINE, DATASETS, VARIANTS
-from experiments.long_documents.summary import Runs, asked_runs, cell, ratios, short
+from experiments.long_documents.summary import Runs, asked_runs, ratios
+from experiments.models import cell, short
 
 
 def changes(found: Mapping[str, Runs], length: int) -> dict[str, list[float]]:
@@ -56,7 +57,7 @@ def table(found: Mapping[str, Runs]) -> list[str]:
         cells = [variant.label, str(found[name].num_seeds)]
         for length in lengths:
             there = columns[name].get(length)
-            cells.append(cell(there) if there else "")
+            cells.append(cell(there, 2) if there else "")
             difference = change[length][name]
             cells.append(cell(difference, 1) if difference and name != BASELINE else "")
         cells += [f"{value}" for value in variant.paper or ("", "", "")]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from experiments.dna.data import VOCAB_SIZE
 from experiments.language_model import LanguageModelDesign
-from flash_frac.ops import ControlSettings
+from experiments.models import published_frac
 
 WIDTH, NUM_LAYERS, NUM_HEADS = 256, 8, 8
 # Two thirds of four times the width, up to a multiple of 16.
@@ -29,15 +29,7 @@ class Heads(NamedTuple):
 
 
 MODELS = {
-    "frac": Heads(
-        48,
-        {
-            "num_modes": 16,
-            "tau_max": 131072.0,
-            "read_init": -1.0,
-            "settings": ControlSettings(alpha_min=0.1, alpha_max=0.9),
-        },
-    ),
+    "frac": Heads(48, published_frac()),
     "mamba3": Heads(56, {"state_size": 128}),
     "gated_deltanet": Heads(24, {"expand_v": 2.0}),
     # Not in the paper's figure: sized like Mamba3, and like Frac.

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.dna.run import HERE, results
 from experiments.dna.summary import SETTING, Score, best_rows
-from experiments.models import COLOURS, NAMES, curve
+from experiments.models import COLOURS, NAMES, curve, short
 from flash_frac.drawing import FAINT, INK, figure_at
 
 
@@ -26,7 +26,7 @@ def draw(axes: Any, scores: Mapping[tuple[str, int], Score]) -> None:
             curve(axes, found, colour=COLOURS[model], label=name)
     lengths = sorted({length for _, length in scores})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{x // 1024}K" if x >= 1024 else str(x) for x in lengths])
+    axes.set_xticks(lengths, [short(n) for n in lengths])
     axes.minorticks_off()
     axes.set(xlabel="length in training and test, bases", ylabel="test perplexity")
     axes.grid(axis="y", color=FAINT, lw=0.6)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from experiments.dna.data import RowSettings
 from experiments.dna.designs import CORES, MODELS
 from experiments.dna.fetch import CHROMOSOME_20
@@ -114,7 +112,7 @@ def parse(description: str, arguments: Sequence[str] | None) -> tuple[argparse.N
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--eval-tokens", type=int, help="of valid and test; 0 for all")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
     parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--smoke", action="store_true", help="tiny runs, in seconds on a CPU")

@@ -43,7 +43,13 @@ from experiments.dna.protocol import COLUMNS, KEY, Job, Protocol, parse
 from experiments.dna.summary import best_rows, lines
 from experiments.language_model import LanguageModel, loss, make_model, num_parameters, token_losses
 from experiments.table import Table
-from experiments.training import Optimisation, Training, shuffled_order, train_side_by_side
+from experiments.training import (
+    Optimisation,
+    Training,
+    shuffled_order,
+    train_side_by_side,
+    training_device,
+)
 from flash_frac.provenance import provenance
 
 HERE = Path(__file__).parent
@@ -197,9 +203,7 @@ def load(options: argparse.Namespace) -> tuple[Genome, dict[str, list[Interval]]
 def main(arguments: Sequence[str] | None = None) -> None:
     options, protocol = parse(__doc__.splitlines()[0], arguments)
     out = options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE)
-    table, device = results(out), torch.device(options.device)
-    # The delta rule and the Mambas compute in float32 here.
-    torch.set_float32_matmul_precision("high")
+    table, device = results(out), training_device(options.device)
     made_with = provenance() | ({"commit": options.commit} if options.commit else {})
     made_with = {name: made_with[name] for name in ("commit", "machine", "torch")}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.evaluation.run import HERE, results
+from experiments.models import short
 
 Row = Mapping[str, str]
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
@@ -43,7 +44,7 @@ def length_table(rows: Sequence[Row], name: str) -> list[str]:
         seconds = sum(float(row["seconds"]) for row in needles)
         whole, last = (found[documents, length, metric] for metric in ("ppl", "ppl_last"))
         lines.append(
-            f"| {length // 1024}K | {' | '.join(row['value'] for row in needles)} "
+            f"| {short(length)} | {' | '.join(row['value'] for row in needles)} "
             f"| {seconds / samples:.2f} | {max(int(row['peak_mib']) for row in needles):,} "
             f"| {whole['value']} | {last['value']} | {int(whole['peak_mib']):,} |"
         )

@@ -18,8 +18,7 @@ from pathlib import Path
 from experiments.rfc.prepare import sample
 from flash_frac.files import write_text
 
-# Of the RFCs that have 65,536 tokens and are not in the sample, those that share the fewest runs of
-# words with it, the best first.
+# RFCs of 65,536 tokens and more that are not in the sample, and share few runs of words with it.
 LONG = (9000, 5707, 9244, 8743, 8995, 8994, 8829, 8152, 8299, 8795, 4171, 9182)
 RUN = 16
 # Of the haystacks: words in all, paragraphs of a document, and words of a paragraph.

@@ -9,11 +9,11 @@ from typing import Any
 
 from experiments.heavy_tail.run import HERE, LENGTHS, results
 from experiments.heavy_tail.summary import NAMES, Accuracies, accuracies
-from experiments.models import COLOURS, curve
-from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, figure_at
+from experiments.models import COLOURS, curve, short
+from flash_frac.drawing import FAINT, FOURTH, GREY, INK, OURS, PALE, figure_at
 
 # The published layer is paler here than ours.
-HERE_COLOURS = {**COLOURS, "frac_ours": OURS, "frac": PALE, "mamba3": "#d9a441"}
+HERE_COLOURS = {**COLOURS, "frac_ours": OURS, "frac": PALE, "mamba3": FOURTH}
 KERNELS = {"sum": ("-", 0.9), "exponential_fixed": (":", 1.2)}
 
 
@@ -29,7 +29,7 @@ def draw(axes: Any, found: Accuracies, gamma: float) -> None:
         axes.plot(lengths, values, line, color=INK, lw=width, label=NAMES[name])
     axes.axhline(50, color=GREY, lw=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(LENGTHS, [f"{n // 1024}K" if n > 512 else "512" for n in LENGTHS])
+    axes.set_xticks(LENGTHS, [short(n) for n in LENGTHS])
     axes.minorticks_off()
     axes.set(title=f"γ = {gamma}", xlabel="tokens (trained at 512)", ylim=(45, 101))
     axes.set_ylabel("accuracy, percent")

@@ -25,7 +25,7 @@ from experiments.heavy_tail.data import Law, draw
 from experiments.heavy_tail.kernels import accuracies, yardsticks
 from experiments.heavy_tail.model import DESIGNS, Probe, num_parameters
 from experiments.table import Table
-from experiments.training import Optimisation, Training, train_side_by_side
+from experiments.training import Optimisation, Training, train_side_by_side, training_device
 from flash_frac.provenance import provenance
 
 HERE = Path(__file__).parent
@@ -207,9 +207,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # In float32 throughout, products would take more of a GPU's time than all else.
-    torch.set_float32_matmul_precision("high")
     optimisation = Optimisation(
         lr=options.lr,
         steps=options.steps,
@@ -225,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_length=options.train_length,
         num_sequences=options.sequences,
         optimisation=optimisation,
-        device=device,
+        device=training_device(),
         made_with={name: made_with[name] for name in ("commit", "machine", "torch")},
     )
     jobs = [

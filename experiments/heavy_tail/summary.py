@@ -7,13 +7,13 @@ baseline at each length: p of a one-sided Welch test over seeds.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.heavy_tail.model import DESIGNS
 from experiments.heavy_tail.run import HERE, LENGTHS, results
 from experiments.models import NAMES as MODEL_NAMES
+from experiments.models import cell, short
 from flash_frac.extras import require
 
 # The paper's Table on 10 runs, γ = 0.1: mean and standard deviation at LENGTHS.
@@ -58,22 +58,13 @@ def accuracies(folder: Path, gamma: float) -> dict[str, dict[int, list[float]]]:
     return {name: found[name] for name in NAMES if name in found}
 
 
-def cell(values: Sequence[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
-
-
-def _heads(lengths: Sequence[int]) -> list[str]:
-    return [f"{n // 1024}K" if n > 512 else str(n) for n in lengths]
-
-
 def table(found: Accuracies, *, paper: bool) -> list[str]:
     """Rows of a Markdown table, the paper's below each of its models."""
     lengths = sorted({n for along in found.values() for n in along})
-    heads = _heads(lengths)
+    heads = [short(n) for n in lengths]
     lines = [f"| | seeds | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, along in found.items():
-        cells = [cell(along[n]) for n in lengths]
+        cells = [cell(along[n], 1) for n in lengths]
         seeds = len(along[lengths[0]]) if name in DESIGNS else ""
         lines.append(f"| {NAMES[name]} | {seeds} | {' | '.join(cells)} |")
         if paper and name in PAPER:
@@ -90,7 +81,7 @@ def lead(found: Accuracies, leader: str) -> list[str]:
     others = [name for name in found if name in DESIGNS and not name.startswith("frac")]
     lengths = list(found[leader])
     lines = [
-        f"| {NAMES[leader]} ahead of | {' | '.join(_heads(lengths))} |",
+        f"| {NAMES[leader]} ahead of | {' | '.join(map(short, lengths))} |",
         "|---" * (len(lengths) + 1) + "|",
     ]
     for name in others:

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.language_model import LanguageModel, LanguageModelDesign, num_parameters
+from experiments.models import published_frac
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.ops import ControlSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes/models/frac-30m"
-# What its config.json says.
-FRAC_SETTINGS = {"alpha_min": 0.1, "alpha_max": 0.9}
-FRAC_OPTIONS = {"num_modes": 16, "tau_max": 2.0**17, "read_init": -1.0}
 
 
 def frac_design(
@@ -32,11 +29,7 @@ def frac_design(
         num_layers=16,
         num_heads=8,
         head_dim=128,
-        options={
-            **FRAC_OPTIONS,
-            **(options or {}),
-            "settings": ControlSettings(**{**FRAC_SETTINGS, **(settings or {})}),
-        },
+        options=published_frac(options, settings),
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.long_documents.run import HERE
-from experiments.long_documents.summary import Runs, asked_runs, ratios, short
-from experiments.models import COLOURS, NAMES, curve
+from experiments.long_documents.summary import Runs, asked_runs, ratios
+from experiments.models import COLOURS, NAMES, curve, short
 from flash_frac.drawing import FAINT, GREY, figure_at
 
 # Of the relative perplexities that are drawn: attention's grow without bound beyond training.

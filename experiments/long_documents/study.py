@@ -22,7 +22,13 @@ from experiments.long_documents.corpus import Corpus, read_corpus, toy_corpus, t
 from experiments.long_documents.measure import perplexity_rows, recall_rows
 from experiments.long_documents.models import num_inner_parameters
 from experiments.table import Table
-from experiments.training import Optimisation, Training, shuffled_order, train_side_by_side
+from experiments.training import (
+    Optimisation,
+    Training,
+    shuffled_order,
+    train_side_by_side,
+    training_device,
+)
 from flash_frac.provenance import provenance
 
 KEY = ("model", "lr", "seed", "steps", "measurement", "length")
@@ -216,9 +222,7 @@ def make_protocol(
             "--corpus must name the folder that python -m experiments.long_documents.prepare made; "
             "or use --smoke"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # The delta rule and the Mambas compute in float32 here, and so does the head when it is read.
-    torch.set_float32_matmul_precision("high")
+    device = training_device()
     made_with = provenance() | ({"commit": options.commit} if options.commit else {})
     return Protocol(
         corpus=toy_corpus() if options.smoke else read_corpus(options.corpus),

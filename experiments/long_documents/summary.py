@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from experiments.long_documents.run import HERE
 from experiments.long_documents.study import results
-from experiments.models import NAMES
+from experiments.models import NAMES, cell, short
 
 Row = Mapping[str, str]
 
@@ -77,16 +77,6 @@ def _best(rates: Mapping[float, Sequence[Row]]) -> Runs:
 def ratios(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
     """Each seed's value over its own in `reference`, for the seeds that both have."""
     return [value / reference[seed] for seed, value in values.items() if seed in reference]
-
-
-def cell(values: Sequence[float], digits: int = 2) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
-
-
-def short(number: int) -> str:
-    """4096 as 4K."""
-    return f"{number // 1024}K" if number >= 1024 else str(number)
 
 
 def table(

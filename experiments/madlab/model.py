@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.madlab.tasks import TaskSettings
+from experiments.models import published_frac
 from flash_frac.baselines import make_mixer
 from flash_frac.layers import RMSNorm
-from flash_frac.ops import ControlSettings
 
 WIDTH = 128
 NORM_EPS = 1e-5
@@ -39,10 +39,8 @@ class Design(NamedTuple):
 
 
 def _frac(**settings: Any) -> Design:
-    """As in the published 1.3B model: the paper takes the settings of language modelling."""
-    controls = ControlSettings(alpha_min=0.1, alpha_max=0.9, **settings)
-    options = {"num_modes": 16, "tau_max": 2.0**17, "read_init": -1.0, "settings": controls}
-    return Design("frac", 6, 32, options)
+    """As published: the paper takes the settings of language modelling."""
+    return Design("frac", 6, 32, published_frac(settings=settings))
 
 
 # The paper gives width 128, four taps, expansion 1.5 (Mamba2: 2) and eight heads (Frac: six), and

@@ -1,7 +1,6 @@
 """Against maintained implementations that run on a CPU."""
 
 import importlib.util
-from importlib import import_module
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_delta_rule_of_fla(form):
 @pytest.mark.parametrize("kind, options", [("Llama", {"bias": True}), ("Qwen3", {"qk_norm": True})])
 def test_attention_of_transformers(kind, options):
     folder = kind.lower()
-    peer = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    peer = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = getattr(transformers, f"{kind}Config")(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
         attention_bias="bias" in options, rope_theta=1e4, attn_implementation="sdpa",

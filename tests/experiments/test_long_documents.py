@@ -29,6 +29,7 @@ from experiments.long_documents.recall import (
     recall,
     row_length,
 )
+from experiments.models import cell
 from flash_frac.models import FracConfig, FracForCausalLM
 
 CORPUS = toy_corpus()
@@ -310,7 +311,7 @@ def test_the_best_learning_rate_counts():
     assert runs.values("perplexity", "perplexity") == {4096: [9.0, 11.0]}
     assert summary.best_runs(rows, steps=5)["frac"].num_seeds == 1
     assert summary.best_runs([]) == {}
-    assert summary.cell([9.0, 11.0]) == "10.00 ± 1.41"
+    assert cell([9.0, 11.0], 2) == "10.00 ± 1.41"
 
 
 def test_ratios_are_taken_seed_by_seed():

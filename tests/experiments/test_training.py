@@ -13,6 +13,7 @@ from experiments.training import (
     Training,
     shuffled_order,
     train_side_by_side,
+    training_device,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -35,6 +36,19 @@ def make(device="cpu", seed=0, **options):
 
 def loss_of(model, inputs, targets):
     return F.mse_loss(model(inputs), targets)
+
+
+def test_a_gpu_multiplies_in_tf32_and_a_cpu_as_it_did():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert training_device("cpu") == torch.device("cpu")
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert training_device("cuda").type == "cuda"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (training_device().type == "cuda") == torch.cuda.is_available()
 
 
 def parameters(training):

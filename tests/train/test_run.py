@@ -1,10 +1,6 @@
-"""Runs from recipe to checkpoint: what they leave, how they resume, how they end."""
+"""Runs from recipe to checkpoint: what they leave, what they learn, how they end."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -13,24 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
-from flash_frac.train.checkpoint import CheckpointError, checkpoints, last_checkpoint
 from flash_frac.train.monitor import LOG_NAME, read_lines
 from flash_frac.train.numbers import NotFiniteError
-
-
-def losses(folder):
-    return [
-        (line["step"], line["loss"]) for line in read_lines(folder / LOG_NAME) if "loss" in line
-    ]
-
-
-def weights(folder):
-    return load_file(folder / "final" / "model.safetensors")
-
-
-def assert_same_weights(one, other):
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+from tests.train.runs import losses
 
 
 def test_what_a_run_leaves(write_recipe, tmp_path):
@@ -78,158 +59,6 @@ def test_the_held_out_loss_is_that_of_all_tokens(write_recipe):
     evaluated = next(log for log in result.history if "eval_loss" in log)
     assert evaluated["eval_tokens"] == count == store.num_tokens - 1
     assert evaluated["eval_loss"] == pytest.approx(total / count, rel=1e-5)
-
-
-def start(path, *arguments):
-    command = [sys.executable, "-m", "flash_frac.cli", "train", str(path), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def kill_at(process, log, step):
-    """Kill -9 as soon as the log shows a step."""
-    deadline = time.time() + 120
-    while not any(line["step"] >= step for line in read_lines(log)):
-        assert process.poll() is None and time.time() < deadline, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(write_recipe, tmp_path):
-    path = write_recipe(max_steps=40, save_steps=7, gradient_accumulation_steps=2)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    reference = start(path, "--output_dir", str(whole))
-    victim = start(path, "--output_dir", str(killed))
-    kill_at(victim, killed / LOG_NAME, 9)
-    # What a death in the middle of a save would leave.
-    (killed / ".saving" / "checkpoint-99").mkdir(parents=True, exist_ok=True)
-    assert last_checkpoint(killed).name != "checkpoint-99"
-    again = start(path, "--output_dir", str(killed))
-    assert again.wait() == 0, again.communicate()
-    assert reference.wait() == 0, reference.communicate()
-    assert losses(killed) == losses(whole) and len(losses(whole)) == 40
-    assert_same_weights(weights(killed), weights(whole))
-    assert not (killed / ".saving").exists()
-
-
-class StopAt(TrainerCallback):
-    """Ends a run as an error would."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise InterruptedError
-
-
-def interrupted(monkeypatch, recipe, step):
-    """Run until an error in `step`."""
-    plain = FracTrainer.__init__
-
-    def with_stop(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
-        self.add_callback(StopAt(step))
-
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(FracTrainer, "__init__", with_stop)
-        train(recipe)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"separate_documents": True},
-        {"separate_documents": True, "stateful": True},
-        {"num_train_epochs": 2, "max_steps": -1, "sequence_length": 512, "save_steps": 5},
-    ],
-    ids=["documents apart", "stateful", "epochs"],
-)
-def test_resuming_is_exact(write_recipe, tmp_path, monkeypatch, changes):
-    path = write_recipe(**changes)
-    outputs = ["--output_dir", str(tmp_path / "whole")]
-    train(load_recipe(path, outputs))
-    broken = tmp_path / "broken"
-    outputs = ["--output_dir", str(broken)]
-    total = losses(tmp_path / "whole")[-1][0]
-    interrupted(monkeypatch, load_recipe(path, outputs), total - 1)
-    train(load_recipe(path, outputs))
-    assert losses(broken) == losses(tmp_path / "whole")
-    assert_same_weights(weights(broken), weights(tmp_path / "whole"))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_resuming_a_hub_dataset_is_exact(
-    write_recipe, tmp_path, text_folder, monkeypatch, streaming
-):
-    """A folder stands for the hub: `datasets` reads both alike."""
-    source = {"dataset_name": str(text_folder), "data_files": None, "streaming": streaming}
-    path = write_recipe(**source, separate_documents=True)
-    train(load_recipe(path, ["--output_dir", str(tmp_path / "whole")]))
-    outputs = ["--output_dir", str(tmp_path / "broken")]
-    interrupted(monkeypatch, load_recipe(path, outputs), 5)
-    result = train(load_recipe(path, outputs))
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-    assert_same_weights(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
-    assert any("eval_loss" in log for log in result.history)
-
-
-def test_a_complete_run_is_not_trained_further(write_recipe, tmp_path):
-    path = write_recipe()
-    train(load_recipe(path))
-    before = weights(tmp_path / "run")
-    train(load_recipe(path))
-    assert len(losses(tmp_path / "run")) == 6
-    assert_same_weights(weights(tmp_path / "run"), before)
-
-
-def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
-    train(load_recipe(write_recipe(max_steps=2)))
-    with pytest.raises(ValueError, match=r"other settings \(sequence_length 64 -> 32\)"):
-        train(load_recipe(write_recipe(sequence_length=32)))
-    with pytest.raises(ValueError, match="is no complete checkpoint"):
-        train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
-
-
-def test_a_full_disk_leaves_the_last_checkpoint(write_recipe, tmp_path, monkeypatch):
-    path, run = write_recipe(save_total_limit=1), tmp_path / "run"
-    save = torch.save
-
-    def full(value, target, *args, **kwargs):
-        if "checkpoint-4" in str(target) and "optimizer" in str(target):
-            raise OSError(28, "No space left on device")
-        save(value, target, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
-        patch.setattr(torch, "save", full)
-        train(load_recipe(path))
-    message = str(caught.value)
-    assert "checkpoint-4 could not be written" in message and "No space left" in message
-    assert f"last good checkpoint is {run / 'checkpoint-2'}" in message
-    assert [p.name for p in checkpoints(run)] == ["checkpoint-2"]
-    train(load_recipe(path))
-    assert [p.name for p in checkpoints(run)] == ["checkpoint-6"]
-    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_files_that_cannot_grow(write_recipe, tmp_path):
-    """The same for what the system really does: here, no file may be larger than 80 KiB."""
-    path, run = write_recipe(max_steps=2), tmp_path / "run"
-    train(load_recipe(path))
-    before = {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
-    command = f"ulimit -f 80; exec {sys.executable} -m flash_frac.cli train {path} --max_steps 4"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "checkpoint-4 could not be written" in done.stderr
-    assert f"last good checkpoint is {run / 'checkpoint-2'}" in done.stderr
-    assert before == {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
-    assert checkpoints(run) == [run / "checkpoint-2"] and not (run / ".saving").exists()
-
-
-def test_an_unwritable_folder_is_named(write_recipe, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"output_dir .*file.run cannot be written to"):
-        train(load_recipe(write_recipe(output_dir=str(tmp_path / "file" / "run"))))
 
 
 class Poison(TrainerCallback):
