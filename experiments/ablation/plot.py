@@ -51,7 +51,8 @@ def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    folder, found = asked_runs(__doc__, arguments, HERE)
+    folder, by_steps = asked_runs(__doc__, arguments, HERE)
+    found = by_steps[max(by_steps)]
     if len(found) < 2 or BASELINE not in found:
         raise SystemExit(
             f"{folder} must have rows of the baseline and of another variant; "

@@ -68,8 +68,8 @@ def table(found: Mapping[str, Runs]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    _, found = asked_runs(__doc__.splitlines()[0], arguments, HERE)
-    print(*table(found), sep="\n")
+    _, by_steps = asked_runs(__doc__.splitlines()[0], arguments, HERE)
+    print(*table(by_steps[max(by_steps)]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Draw results.csv as figure.svg: python -m experiments.long_documents.plot [--out FOLDER]"""
+"""Draw results.csv as figure.svg: python -m experiments.long_documents.plot [--out FOLDER]
+
+Perplexity against context, a panel for each number of training steps (or for that of --steps), and
+recall against distance for the largest.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,9 @@ from experiments.models import COLOURS, NAMES, curve, short
 from flash_frac.drawing import FAINT, GREY, figure_at
 
 # Of the relative perplexities that are drawn: attention's grow without bound beyond training.
-HIGHEST = 1.25
+HIGHEST = 1.2
+# Legends stand above their panels.
+_ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "frameon": False, "alignment": "left"}
 
 
 def relative(runs: Runs) -> dict[int, list[float]]:
@@ -24,44 +30,58 @@ def relative(runs: Runs) -> dict[int, list[float]]:
 
 
 def label(name: str, runs: Runs) -> str:
-    """A model and its perplexity at the length of training, which `relative` leaves out."""
+    """A model, its perplexity at the length of training, which `relative` leaves out, and seeds."""
     values = runs.values("perplexity", "perplexity").get(runs.train_length)
-    there = f", {statistics.mean(values):.1f} at {short(runs.train_length)}" if values else ""
-    return f"{NAMES[name]}{there}"
+    there = f" {statistics.mean(values):.1f}" if values else ""
+    return f"{NAMES[name]}{there} ({runs.num_seeds})"
 
 
-def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
-    """Perplexity on the left, recall on the right."""
-    left, right = axes
+def draw_perplexity(axes: Any, found: Mapping[str, Runs], steps: int) -> None:
     lowest = 1.0
     for name, runs in found.items():
         ratio = relative(runs)
         lowest = min(lowest, *(min(values) for values in ratio.values()))
-        look = {"colour": COLOURS[name], "label": label(name, runs)}
-        curve(left, ratio, **look)
-        if recalled := runs.values("recall", "accuracy"):
-            curve(right, {n: [100 * v for v in recalled[n]] for n in recalled}, **look)
-    length = next(iter(found.values())).train_length
-    for axis in axes:
-        axis.axvline(length, color=GREY, lw=0.8)
-        axis.set_xscale("log", base=2)
-        shown = sorted({int(n) for line in axis.lines[:-1] for n in line.get_xdata()})
-        axis.set_xticks(shown, [short(n) for n in shown])
-        axis.grid(axis="y", color=FAINT, lw=0.6)
-        axis.set_axisbelow(True)
-    left.set(xlabel="context, tokens", ylabel=f"perplexity over that at {short(length)}")
-    left.set_ylim(lowest - 0.02, min(left.get_ylim()[1], HIGHEST))
-    right.axhline(10, color=GREY, lw=0.8, ls=":")
-    right.set(xlabel="distance of the fact, tokens", ylabel="digits right, percent", ylim=(-3, 103))
+        curve(axes, ratio, colour=COLOURS[name], label=label(name, runs))
+    length = short(next(iter(found.values())).train_length)
+    axes.set(xlabel="context, tokens", ylabel=f"perplexity over that at {length}")
+    axes.set_ylim(lowest - 0.02, min(axes.get_ylim()[1], HIGHEST))
+    axes.legend(title=f"{steps:,} steps: perplexity at {length} (seeds)", **_ABOVE)
+
+
+def draw_recall(axes: Any, found: Mapping[str, Runs], steps: int) -> None:
+    for name, runs in found.items():
+        recalled = runs.values("recall", "accuracy")
+        percent = {distance: [100 * v for v in recalled[distance]] for distance in recalled}
+        curve(axes, percent, colour=COLOURS[name], label=NAMES[name])
+    axes.axhline(10, color=GREY, lw=0.8, ls=":")
+    axes.set(xlabel="distance of the fact, tokens", ylabel="digits right, percent", ylim=(-3, 103))
+    axes.legend(title=f"{steps:,} steps: recall", **_ABOVE)
+
+
+def mark(axes: Any, train_length: int) -> None:
+    """A logarithmic axis of the lengths that are drawn, and a line at that of training."""
+    curves = [line for line in axes.lines if line.get_marker() == "o"]
+    shown = sorted({int(n) for line in curves for n in line.get_xdata()})
+    axes.axvline(train_length, color=GREY, lw=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [short(n) for n in shown])
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    folder, runs = asked_runs(__doc__, arguments, HERE)
-    found = {name: runs[name] for name in NAMES if name in runs}
-    with figure_at(folder / "figure.svg", (9, 3.4), (1, 1)) as (figure, axes):
-        draw(axes, found)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
+    folder, by_steps = asked_runs(__doc__.splitlines()[0], arguments, HERE)
+    by_steps = {
+        steps: {name: runs[name] for name in NAMES if name in runs}
+        for steps, runs in by_steps.items()
+    }
+    panels = [(draw_perplexity, steps) for steps in by_steps] + [(draw_recall, max(by_steps))]
+    size = (4.2 * len(panels), 4)
+    with figure_at(folder / "figure.svg", size, [1] * len(panels)) as (_, axes):
+        for axis, (draw, steps) in zip(axes, panels, strict=True):
+            found = by_steps[steps]
+            draw(axis, found, steps)
+            mark(axis, next(iter(found.values())).train_length)
 
 
 if __name__ == "__main__":

@@ -102,33 +102,39 @@ def table(
 
 def asked_runs(
     about: str, arguments: Sequence[str] | None, here: Path
-) -> tuple[Path, dict[str, Runs]]:
-    """What a command line asks for: the folder of an experiment, and its best runs by model.
+) -> tuple[Path, dict[int, dict[str, Runs]]]:
+    """What a command line asks for: the folder of an experiment, and its best runs by steps (the
+    fewest first) and model.
 
     Args:
         about: what the command is about.
         here: folder of the experiment, unless --out names another; SystemExit if it has no rows.
     """
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, help="of the runs; the most there are unless told")
+    parser.add_argument("--steps", type=int, help="of the runs; all there are unless told")
     parser.add_argument("--out", type=Path, default=here, help="folder of results.csv")
     options = parser.parse_args(arguments)
-    found = best_runs(results(options.out).rows.values(), options.steps)
-    if not found:
+    rows = list(results(options.out).rows.values())
+    there = sorted({int(row["steps"]) for row in rows})
+    if not there:
         raise SystemExit(f"{options.out} has no rows; python -m experiments.{here.name}.run")
-    return options.out, found
+    if options.steps is not None and options.steps not in there:
+        raise SystemExit(f"--steps must be one of {there} for {options.out}, got {options.steps}")
+    asked = there if options.steps is None else [options.steps]
+    return options.out, {steps: best_runs(rows, steps) for steps in asked}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    _, found = asked_runs(__doc__.splitlines()[0], arguments, HERE)
-    print("Perplexity of held-out documents against context\n")
-    print(*table(found, "perplexity", "perplexity", digits=3), sep="\n")
-    print("\nDigits of a planted value that are right, percent, against distance\n")
-    for column in ("accuracy", "control_accuracy", "exact"):
-        print(*table(found, "recall", column, scale=100, digits=1), "", sep="\n")
-    print("Loss of the digits, nats\n")
-    for column in ("loss", "control_loss"):
-        print(*table(found, "recall", column), "", sep="\n")
+    _, by_steps = asked_runs(__doc__.splitlines()[0], arguments, HERE)
+    for steps, found in by_steps.items():
+        print(f"# {steps} steps\n\nPerplexity of held-out documents against context\n")
+        print(*table(found, "perplexity", "perplexity", digits=3), sep="\n")
+        print("\nDigits of a planted value that are right, percent, against distance\n")
+        for column in ("accuracy", "control_accuracy", "exact"):
+            print(*table(found, "recall", column, scale=100, digits=1), "", sep="\n")
+        print("Loss of the digits, nats\n")
+        for column in ("loss", "control_loss"):
+            print(*table(found, "recall", column), "", sep="\n")
 
 
 if __name__ == "__main__":

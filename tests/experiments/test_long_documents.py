@@ -212,13 +212,15 @@ def test_sizes_are_alike(name):
 
 
 def test_the_readme_has_the_numbers_of_the_table():
-    found = summary.best_runs(study.results(run.HERE).rows.values())
-    tables = summary.table(found, "perplexity", "perplexity", digits=3)
-    for column in ("accuracy", "control_accuracy"):
-        tables += summary.table(found, "recall", column, scale=100, digits=1)
+    _, by_steps = summary.asked_runs("", [], run.HERE)
+    assert [*by_steps] == [800, run.STEPS]
     text = (run.HERE / "README.md").read_text()
-    for line in tables:
-        assert line in text
+    for found in by_steps.values():
+        tables = summary.table(found, "perplexity", "perplexity", digits=3)
+        for column in ("accuracy", "control_accuracy"):
+            tables += summary.table(found, "recall", column, scale=100, digits=1)
+        for line in tables:
+            assert line in text
 
 
 def test_frac_is_the_recipes_model():
@@ -312,6 +314,24 @@ def test_the_best_learning_rate_counts():
     assert summary.best_runs(rows, steps=5)["frac"].num_seeds == 1
     assert summary.best_runs([]) == {}
     assert cell([9.0, 11.0], 2) == "10.00 ± 1.41"
+
+
+def test_runs_are_asked_for_by_their_steps(tmp_path, capsys):
+    columns = dict.fromkeys(study.COLUMNS)
+    rows = [columns | row(steps="5", perplexity="20"), columns | row(steps="10")]
+    study.results(tmp_path).append(rows)
+    summary.main(["--out", str(tmp_path)])
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")] == [
+        "# 5 steps",
+        "# 10 steps",
+    ]
+    for arguments, panels in (([], 2), (["--steps", "5"], 1)):
+        plot.main(["--out", str(tmp_path), *arguments])
+        text = (tmp_path / "figure.svg").read_text()
+        assert text.count("perplexity over that at 4K") == panels
+        assert ("5 steps: perplexity" in text) and ("Frac 20.0 (1)" in text)
+    with pytest.raises(SystemExit, match=r"--steps must be one of \[5, 10\]"):
+        summary.main(["--out", str(tmp_path), "--steps", "7"])
 
 
 def test_ratios_are_taken_seed_by_seed():
