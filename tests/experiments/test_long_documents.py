@@ -211,6 +211,14 @@ def test_sizes_are_alike(name):
     assert f"| {num_inner_parameters(model):,} |" in (run.HERE / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["frac", "gated_deltanet"])
+def test_sizes_of_states(name):
+    with torch.no_grad():
+        _, states = make_model(DESIGNS[name], seed=0).encode(torch.zeros(1, 1, dtype=torch.long))
+    numbers = sum(state.recurrent.numel() for state in states)
+    assert f"{numbers:,}" in (run.HERE / "README.md").read_text()
+
+
 def test_the_readme_has_the_numbers_of_the_table():
     _, by_steps = summary.asked_runs("", [], run.HERE)
     assert [*by_steps] == [800, run.STEPS]
