@@ -48,12 +48,8 @@ class Runs(NamedTuple):
         return len({row["seed"] for row in self.rows})
 
 
-def best_runs(rows: Iterable[Row], steps: int | None = None) -> dict[str, Runs]:
-    """By model, of the runs with so many steps; with the most there are if None."""
-    rows = list(rows)
-    if not rows:
-        return {}
-    steps = steps or max(int(row["steps"]) for row in rows)
+def best_runs(rows: Iterable[Row], steps: int) -> dict[str, Runs]:
+    """By model, of the runs with so many steps."""
     by_rate: dict[str, dict[float, list[Row]]] = {}
     for row in rows:
         if int(row["steps"]) == steps:
@@ -111,7 +107,7 @@ def asked_runs(
         here: folder of the experiment, unless --out names another; SystemExit if it has no rows.
     """
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, help="of the runs; all there are unless told")
+    parser.add_argument("--steps", type=int, help="only runs with so many steps")
     parser.add_argument("--out", type=Path, default=here, help="folder of results.csv")
     options = parser.parse_args(arguments)
     rows = list(results(options.out).rows.values())

@@ -316,11 +316,11 @@ def test_the_best_learning_rate_counts():
         row(lr="0.004", perplexity="2"),
         row(steps="5", perplexity="2"),
     ]
-    runs = summary.best_runs(rows)["frac"]
+    runs = summary.best_runs(rows, steps=10)["frac"]
     assert (runs.lr, runs.num_seeds) == (0.001, 2)
     assert runs.values("perplexity", "perplexity") == {4096: [9.0, 11.0]}
     assert summary.best_runs(rows, steps=5)["frac"].num_seeds == 1
-    assert summary.best_runs([]) == {}
+    assert summary.best_runs([], steps=10) == {}
     assert cell([9.0, 11.0], 2) == "10.00 ± 1.41"
 
 
