@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.table import Table
-from flash_frac.ops.control import Prior, log_prior
+from flash_frac.ops.control.reference import Prior, log_prior
 from flash_frac.provenance import git_commit, version_of
 from flash_frac.theory import (
     PAPER_ALPHAS,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_frac.layers import FracMixer, MixerState
-from flash_frac.layers.conv import causal_conv
+from flash_frac.ops import causal_conv
 
 
 class Frac(FracMixer):

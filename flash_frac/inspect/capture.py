@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flash_frac.inspect.statistics import check_model, evaluating, layer_dynamics
 from flash_frac.layers import FracMixer
-from flash_frac.ops.control import Controls, Dynamics
+from flash_frac.ops import Controls, Dynamics
 
 Visit = Callable[[int, FracMixer, Dynamics, Controls], None]
 

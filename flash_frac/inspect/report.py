@@ -26,7 +26,7 @@ from flash_frac.inspect.response import (
 )
 from flash_frac.inspect.statistics import check_model
 from flash_frac.layers import FracMixer
-from flash_frac.ops.control import Controls, Dynamics, mode_log_decay
+from flash_frac.ops import Controls, Dynamics, mode_log_decay
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 NUM_BINS = 40

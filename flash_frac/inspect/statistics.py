@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracPreTrainedModel
-from flash_frac.ops.control import ControlSettings, Dynamics, dynamics, log_prior, mode_log_decay
+from flash_frac.ops import ControlSettings, Dynamics, dynamics, log_prior, mode_log_decay
 
 
 @dataclass(frozen=True, kw_only=True)

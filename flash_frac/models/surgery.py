@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from flash_frac.layers import FracMixer
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.modeling import FracPreTrainedModel
-from flash_frac.ops.control import Dynamics, dynamics, log_prior, mode_log_decay
+from flash_frac.ops import Dynamics, dynamics, log_prior, mode_log_decay
 from flash_frac.theory.banks import named_bank, resolve_bank
 
 Model = TypeVar("Model", bound=FracPreTrainedModel)

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_frac.ops.api import ScanOutput, _check_inputs, check_cu_seqlens, frac_scan
+from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, check_scan_inputs, frac_scan
 
 if TYPE_CHECKING:
     # Builds of torch without distributed have the module, but nothing in it.
@@ -71,7 +71,7 @@ def sharded_scan(
         >>> mine = [x.chunk(group.size(), 1)[group.rank()] for x in (u, read, write, log_decay)]
         >>> y, state = sharded_scan(*mine, group=group)
     """
-    _check_inputs(u, read, write, log_decay, ("B", "T", "H", "D"))
+    check_scan_inputs(u, read, write, log_decay, ("B", "T", "H", "D"))
     if u.shape[1] == 0:
         # The outputs of other ranks would wait for a gradient that no output here can carry.
         raise ValueError("u must hold at least one token; cut the row into fewer slices")

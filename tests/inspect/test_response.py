@@ -11,7 +11,7 @@ from flash_frac.inspect import horizon, impulse_response, log_spaced_lags
 from flash_frac.inspect.capture import visit_layers, watching
 from flash_frac.inspect.response import source_positions
 from flash_frac.layers import FracMixer
-from flash_frac.ops.control import Controls
+from flash_frac.ops import Controls
 
 from .conftest import tiny
 

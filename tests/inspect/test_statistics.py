@@ -9,7 +9,7 @@ from torch import nn
 
 from flash_frac.inspect import evaluating, layer_kernel, memory_statistics
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.ops.control import dynamics, mode_log_decay
+from flash_frac.ops import dynamics, mode_log_decay
 
 
 def tiny(**changes):

@@ -5,7 +5,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from flash_frac.ops.triton.control import control_backward_kernel, control_forward_kernel
-from flash_frac.ops.triton.launch import INTERPRETED
+from flash_frac.ops.arithmetic import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_frac.layers.conv import causal_conv
+from flash_frac.ops import causal_conv
 from flash_frac.ops import ControlSettings, frac_scan, frac_step
 from flash_frac.ops.custom_ops import decode as ops
 from flash_frac.ops.custom_ops.control import pack_settings

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_frac.layers.norm import rms_norm
+from flash_frac.ops import rms_norm
 from flash_frac.ops.custom_ops import norm as ops
 from flash_frac.ops.custom_ops.norm import (
     fused_add_rms_norm,
