@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 # Packages from the ground up; each may import what stands before it.
 LAYERS = [
-    *("extras", "files", "provenance", "drawing", "theory", "ops", "layers", "baselines", "models"),
+    *("extras", "files", "provenance", "drawing", "theory", "ops", "layers", "models"),
     *("sampling", "generation", "stream", "terminal", "serving", "inspect", "doctor", "data"),
     *("evals", "bench", "train", "quickstart", "cli"),
 ]

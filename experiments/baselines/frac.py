@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_frac.layers import FracMixer, MixerState
-from flash_frac.layers.conv import causal_conv
+from flash_frac.layers import FracMixer, MixerState, causal_conv
 
 
 class Frac(FracMixer):
