@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 LAYERS = [
     *("extras", "files", "provenance", "drawing", "theory", "ops", "layers", "models"),
     *("sampling", "generation", "stream", "terminal", "serving", "inspect", "doctor", "data"),
-    *("evals", "bench", "train", "quickstart", "cli"),
+    *("evals", "train", "bench", "quickstart", "cli"),
 ]
 
 
