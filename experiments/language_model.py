@@ -1,4 +1,4 @@
-"""A small decoder-only language model around any mixer of `flash_frac.baselines`.
+"""A small decoder-only language model around any mixer of `experiments.baselines`.
 
     h = embed(tokens);  h = h + mixer(norm(h));  [h = h + mlp(norm(h))];  logits = head(norm(h))
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_frac.baselines import make_mixer
+from experiments.baselines import make_mixer
 from flash_frac.inspect import evaluating
 from flash_frac.layers import RMSNorm
 from flash_frac.models.inputs import random_elapsed
@@ -36,7 +36,7 @@ class LanguageModelDesign:
     """What a `LanguageModel` is built from.
 
     Attributes:
-        mixer, num_heads, head_dim, options: of `flash_frac.baselines.make_mixer`.
+        mixer, num_heads, head_dim, options: of `experiments.baselines.make_mixer`.
         vocab_size, hidden_size, num_layers: sizes.
         mlp_size: inner width of the SwiGLU after every mixer; 0 for none.
         tied: whether the head shares the embedding.

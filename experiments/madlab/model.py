@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.baselines import make_mixer
 from experiments.madlab.tasks import TaskSettings
 from experiments.models import published_frac
-from flash_frac.baselines import make_mixer
 from flash_frac.layers import RMSNorm
 
 WIDTH = 128
@@ -30,7 +30,7 @@ INIT_STD = 0.02
 
 
 class Design(NamedTuple):
-    """A mixer of `flash_frac.baselines.make_mixer`; its heads span `num_heads * head_dim`."""
+    """A mixer of `experiments.baselines.make_mixer`; its heads span `num_heads * head_dim`."""
 
     mixer: str
     num_heads: int

@@ -6,17 +6,17 @@ and training on what its numbers imply to be 16 of them.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from flash_frac.bench.models import PARTS, check, makers, measure
+from flash_frac.bench.models import PARTS, measure_models
 from flash_frac.bench.parts import Sizes
-from flash_frac.bench.peers import MODEL_PEERS, model_peers
-from flash_frac.bench.timing import OURS, print_rows
+from flash_frac.bench.peers import MODEL_PEERS
+from flash_frac.bench.rows import print_rows
+from flash_frac.bench.timing import OURS
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
 from flash_frac.provenance import provenance
@@ -61,20 +61,13 @@ def bench(
         raise ValueError(f"parts must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
     if unknown := sorted(set(peers) - set(MODEL_PEERS)):
         raise ValueError(f"peers must be of {', '.join(MODEL_PEERS)}, got {', '.join(unknown)}")
-    device, backend, dtype = "cuda", "triton", torch.bfloat16
-    if not torch.cuda.is_available():
-        device, backend, dtype = "cpu", "torch", torch.float32
     failures: list[str] = []
-    error, rows = check(device, backend), []
-    others = model_peers(peers, config, failures)
-    for name, make in makers(config, others, device, dtype, error).items():
-        for found in measure(
-            name, make, [p for p in PARTS if p in parts], sizes or Sizes(), failures
-        ):
-            print_rows(found)
-            rows += found
-        gc.collect()
-        torch.cuda.empty_cache()
+    rows = []
+    for found in measure_models(
+        config, parts=parts, peers=peers, sizes=sizes or Sizes(), failures=failures
+    ):
+        print_rows(found)
+        rows += found
     if out is not None:
         write_json(Path(out), {"rows": rows, "left_out": failures, "made_with": provenance()})
     return paper_table(rows), failures

@@ -18,13 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flash_frac.evals.records import (
-    Source,
-    measure_records,
-    prepare_from_hub,
-    read_records,
-    shorten,
-)
+from flash_frac.evals.examples import Source, prepare_from_hub, read_records
+from flash_frac.evals.harness import measure_records, shorten
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 from flash_frac.extras import require
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_frac.baselines.checks import check_input, check_sizes, check_state
+from experiments.baselines.mixer import Mixer
 from flash_frac.layers import RMSNorm
 
 
@@ -30,7 +30,7 @@ class AttentionState(NamedTuple):
         return self.keys.shape[2]
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Multi-head causal attention; the feed-forward part of a block is not in here.
 
     Args:
@@ -38,15 +38,10 @@ class Attention(nn.Module):
         num_heads: H.
         head_dim: D, even with rotary positions.
         bias: whether the four projections have a bias.
-        rope: whether queries and keys are rotated; without, no position is told.
+        rope: whether queries and keys are rotated; without, it knows no positions.
         rope_theta: base of the rotations' wavelengths.
         qk_norm: whether each head's queries and keys are normed by their root mean square, as in
             Qwen3.
-
-    Example:
-        >>> mixer = Attention(128, num_heads=8, head_dim=16)
-        >>> y, state = mixer(torch.randn(2, 100, 128))
-        >>> y, state = mixer(torch.randn(2, 1, 128), state=state)
     """
 
     def __init__(
@@ -60,11 +55,9 @@ class Attention(nn.Module):
         rope_theta: float = 10000.0,
         qk_norm: bool = False,
     ) -> None:
-        super().__init__()
-        check_sizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
+        super().__init__(hidden_size, num_heads, head_dim)
         if rope and head_dim % 2:
             raise ValueError(f"head_dim must be even with rope, got {head_dim}; or set rope=False")
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.rope, self.rope_theta = rope, rope_theta
         inner = num_heads * head_dim
         self.q_proj = nn.Linear(hidden_size, inner, bias=bias)
@@ -95,16 +88,15 @@ class Attention(nn.Module):
 
     def absorb(self, x: Tensor, *, state: AttentionState | None = None) -> AttentionState:
         """The state after x (B, T, E), as `forward` has it, without any outputs."""
-        check_input(x, self.hidden_size)
+        past = 0 if state is None else state.num_tokens
+        shape = (self.num_heads, past, self.head_dim)
+        self.check(x, state, keys=shape, values=shape)
         keys = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
         values = self._heads(self.v_proj(x)).transpose(1, 2)
         if self.rope:
-            keys = self._rotate(keys, 0 if state is None else state.num_tokens)
+            keys = self._rotate(keys, past)
         if state is None:
             return AttentionState(keys, values)
-        expected = (x.shape[0], self.num_heads, state.num_tokens, self.head_dim)
-        check_state("keys", state.keys, expected)
-        check_state("values", state.values, expected)
         return AttentionState(
             torch.cat([state.keys, keys], 2), torch.cat([state.values, values], 2)
         )

@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_frac.baselines import MIXERS, Mamba2, absorb, make_mixer
+from experiments.baselines import MIXERS, Mamba2, absorb, make_mixer
+
+ROOT = Path(__file__).parents[3]
 
 
 def count(module):
@@ -108,8 +111,9 @@ def test_nothing_waits_for_a_value(name):
 
 def test_needs_torch_alone():
     code = (
-        "import sys, flash_frac.baselines\n"
+        "import sys, experiments.baselines\n"
         "print({'transformers', 'triton', 'einops', 'scipy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"

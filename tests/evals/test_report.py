@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from flash_frac.evals.compare import compare
+from flash_frac.evals.report import average, compare, markdown, numbers
 from flash_frac.evals.suites import SUITES
-from flash_frac.evals.tables import average, markdown, numbers
 
 
 def report(name, scale=1.0):

@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_frac.baselines.checks import check_input, check_sizes, check_state, initial_dt_bias
-from flash_frac.baselines.ssd import ssd, ssd_state
+from experiments.baselines.mixer import Mixer, initial_dt_bias
+from experiments.baselines.ssd import ssd, ssd_state
 from flash_frac.layers import RMSNorm
 
 RATE_FLOOR = 1e-4
+NORM_EPS = 1e-5
 
 
 class Mamba3State(NamedTuple):
@@ -56,7 +57,7 @@ class _ScanInputs(NamedTuple):
     first: Tensor | None
 
 
-class Mamba3(nn.Module):
+class Mamba3(Mixer):
     """A selective state-space layer with complex decays and a two-tap input.
 
     Args:
@@ -65,13 +66,6 @@ class Mamba3(nn.Module):
         head_dim: D; the inner width I = H D is usually 2 E.
         state_size: N, even.
         rope_fraction: share of the N channels that turn, 0.5 or 1.
-        norm_eps: of the norms of B and C.
-        backend: of these norms, as in `frac_scan`.
-
-    Example:
-        >>> mixer = Mamba3(160, num_heads=8, head_dim=40)
-        >>> y, state = mixer(torch.randn(2, 100, 160))
-        >>> y, state = mixer(torch.randn(2, 1, 160), state=state)
     """
 
     def __init__(
@@ -82,11 +76,8 @@ class Mamba3(nn.Module):
         head_dim: int,
         state_size: int = 128,
         rope_fraction: float = 0.5,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
     ) -> None:
-        super().__init__()
-        check_sizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
+        super().__init__(hidden_size, num_heads, head_dim)
         if rope_fraction not in (0.5, 1.0):
             raise ValueError(f"rope_fraction must be 0.5 or 1, got {rope_fraction}")
         self.num_angles = int(state_size * rope_fraction) // 2
@@ -95,7 +86,6 @@ class Mamba3(nn.Module):
                 f"state_size must be even, with a pair of channels to turn, got {state_size}; "
                 "4 is always enough"
             )
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.state_size, self.inner_size = state_size, num_heads * head_dim
         self.sizes = [self.inner_size, state_size, state_size, *(num_heads,) * 3, self.num_angles]
         self.in_proj = nn.Linear(hidden_size, self.inner_size + sum(self.sizes), bias=False)
@@ -103,8 +93,8 @@ class Mamba3(nn.Module):
         # The axis of one is that of the published shape, for inputs and outputs of a head.
         self.B_bias = nn.Parameter(torch.ones(num_heads, 1, state_size))
         self.C_bias = nn.Parameter(torch.ones(num_heads, 1, state_size))
-        self.B_norm = RMSNorm(state_size, norm_eps, backend=backend)
-        self.C_norm = RMSNorm(state_size, norm_eps, backend=backend)
+        self.B_norm = RMSNorm(state_size, NORM_EPS)
+        self.C_norm = RMSNorm(state_size, NORM_EPS)
         self.D = nn.Parameter(torch.ones(num_heads))
         self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
 
@@ -170,13 +160,14 @@ class Mamba3(nn.Module):
         return theta.remainder(2 * math.pi).to(angle.dtype).mT.contiguous()
 
     def _check(self, x: Tensor, state: Mamba3State | None) -> None:
-        check_input(x, self.hidden_size)
-        if state is not None:
-            heads = (x.shape[0], self.num_heads)
-            check_state("recurrent", state.recurrent, (*heads, self.state_size, self.head_dim))
-            check_state("theta", state.theta, (*heads, self.num_angles))
-            check_state("key", state.key, (*heads, self.state_size))
-            check_state("value", state.value, (*heads, self.head_dim))
+        self.check(
+            x,
+            state,
+            recurrent=(self.num_heads, self.state_size, self.head_dim),
+            theta=(self.num_heads, self.num_angles),
+            key=(self.num_heads, self.state_size),
+            value=(self.num_heads, self.head_dim),
+        )
 
 
 def _turn(x: Tensor, theta: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from flash_frac.baselines import MIXERS, GatedDeltaNet, Mamba2, Mamba3, absorb, make_mixer
+from experiments.baselines import MIXERS, GatedDeltaNet, Mamba2, Mamba3, absorb, make_mixer
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from flash_frac.baselines import absorb, make_mixer
+from experiments.baselines import absorb, make_mixer
 from flash_frac.ops.testing import relative_error
-from tests.baselines import references
+from tests.experiments.baselines import references
 
 SIZES = {"num_heads": 3, "head_dim": 4}
 CASES = {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flash_frac.evals import ByteNgram
+from flash_frac.quickstart.ngram import ByteNgram
 
 TEXT = b"the state of the union is strong, and the union is the state of us all; so be it. "
 
@@ -58,3 +58,11 @@ def test_errors():
         ByteNgram(TEXT).bits_per_byte(b"")
     with pytest.raises(ValueError, match="uint8, got int64"):
         ByteNgram(np.arange(10))
+
+
+def test_the_old_import_keeps_working():
+    from flash_frac import evals
+
+    assert evals.ByteNgram is ByteNgram
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = evals.nonsense

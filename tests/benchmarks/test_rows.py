@@ -1,22 +1,23 @@
 """Rows, their file, and what happens when something cannot be measured."""
 
-import ast
-import csv
+from pathlib import Path
 
-import measure
 import pytest
 import torch
-from measure import COLUMNS, RESULTS, append, check_header
 
 from flash_frac.bench import timing
-from flash_frac.bench.timing import Times, attempt, make_row
+from flash_frac.bench.rows import (
+    COLUMNS,
+    append_rows,
+    check_header,
+    describe_machine,
+    make_row,
+    read_rows,
+)
+from flash_frac.bench.timing import Times, attempt, exit_if_ours_failed
+from flash_frac.bench.training import TRAIN_COLUMNS
 
-SCRIPTS = sorted(RESULTS.parent.glob("*.py"))
-
-
-def read(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def row(**columns):
@@ -27,13 +28,18 @@ def row(**columns):
 
 def test_rows_are_appended_and_read_back(tmp_path):
     path = tmp_path / "gpu.csv"
-    append([row()], path)
-    append([row(error=0.00123, peak=7)], path)
-    first, second = read(path)
-    assert list(first) == list(COLUMNS)
-    assert first["ms_p50"] == "2" and float(first["tokens_per_s"]) == 100 / 2e-3
-    assert first["M"] == first["peak_mib"] == first["error"] == first["commit"] == ""
-    assert (second["peak_mib"], second["error"]) == ("7", "1.2e-03")
+    machine = describe_machine("somewhere/ops.py", ["--commit", "1a2b3c", "--time", "8"], "1a2b3c")
+    append_rows([row() | machine], path)
+    append_rows([row(error=0.00123, peak=7)], path)
+    first, second = read_rows(path)
+    assert tuple(first) == COLUMNS
+    assert {name: str(value or "") for name, value in (row() | machine).items()} == first
+    assert (first["commit"], first["command"]) == ("1a2b3c", "python benchmarks/ops.py --time 8")
+    assert float(first["tokens_per_s"]) == 100 / (1e-3 * float(first["ms_p50"]))
+    assert float(second["peak_mib"]) == 7 and float(second["error"]) == pytest.approx(1.2e-3)
+    assert second["commit"] == ""
+    with pytest.raises(ValueError, match="speed"):
+        append_rows([row() | {"speed": 1}], path)
 
 
 @pytest.mark.parametrize(
@@ -45,24 +51,24 @@ def test_another_header_is_refused(tmp_path, header, named):
     path.write_text(",".join(header) + "\n")
     before = path.read_text()
     with pytest.raises(ValueError, match=rf"gpu\.csv must have .* differ: {named}; .*--out"):
-        append([row()], path)
+        append_rows([row()], path)
+    with pytest.raises(ValueError, match="must have the columns"):
+        read_rows(path)
     assert path.read_text() == before
 
 
-def test_an_unknown_column_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="speed"):
-        append([row() | {"speed": 1}], tmp_path / "gpu.csv")
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.name)
-def test_committed_rows_have_the_columns(path):
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.csv")), ids=lambda path: path.name)
+def test_committed_rows_are_read(path):
+    if path.parent.name == "train":
+        assert read_rows(path, TRAIN_COLUMNS)
+        return
     check_header(path)
-    for line in read(path):
+    for line in read_rows(path):
         assert None not in line and None not in line.values()
         assert float(line["ms_p20"]) <= float(line["ms_p50"]) <= float(line["ms_p80"])
 
 
-def test_a_failure_is_told_once_and_only_ours_counts(capsys):
+def test_a_failure_is_printed_once_and_only_ours_counts(capsys):
     failures = []
 
     def refuse():
@@ -71,10 +77,10 @@ def test_a_failure_is_told_once_and_only_ours_counts(capsys):
     assert attempt("a peer 1.0", refuse, failures) == attempt("a peer 1.0", refuse, failures) == []
     assert capsys.readouterr().out == "left out: a peer 1.0: RuntimeError: no such kernel\n"
     assert attempt("another", lambda: 5, failures) == [5]
-    timing.exit_if_ours_failed(failures)
+    exit_if_ours_failed(failures)
     attempt("flash_frac triton", refuse, failures)
     with pytest.raises(SystemExit, match="flash_frac triton: RuntimeError: no such kernel"):
-        timing.exit_if_ours_failed(failures)
+        exit_if_ours_failed(failures)
 
 
 def test_functions_take_turns(monkeypatch):
@@ -84,25 +90,10 @@ def test_functions_take_turns(monkeypatch):
     times = timing.time_in_turns(functions, rounds=2, repeats=3)
     assert calls == [*"ababab"]
     assert times == {"a": (4, 4, 4), "b": (4, 4, 4)}
-
-
-def test_a_sample_has_so_many_times():
-    if not torch.cuda.is_available():
-        assert len(timing.sample(lambda: None, 3)) == 3
     assert timing.quantiles([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (2, 3.5, 5)
 
 
-def test_the_commit_can_be_told():
-    told = measure.describe_machine("somewhere/ops.py", ["--commit", "1a2b3c"], "1a2b3c")
-    assert told["commit"] == "1a2b3c"
-    assert told["command"] == "python benchmarks/ops.py"
-    assert set(told) <= set(COLUMNS) and told["torch"] == torch.__version__
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_short(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 60, node.name
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
+def test_scripts_are_thin(path):
+    """What measures is in flash_frac/bench; the figures are drawn here."""
+    assert len(path.read_text().splitlines()) < (250 if path.name == "plot.py" else 60)

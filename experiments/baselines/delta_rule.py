@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_frac.baselines.ssd import chunk_length, decay_between, decay_to_end, split_chunks
+from experiments.baselines.ssd import chunk_length, decay_between, decay_to_end, split_chunks
 
 
 class _Inverse(torch.autograd.Function):

@@ -17,14 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_frac.baselines.checks import check_input, check_sizes, check_state, initial_dt_bias
-from flash_frac.baselines.delta_rule import gated_delta_rule, gated_delta_rule_state
+from experiments.baselines.delta_rule import gated_delta_rule, gated_delta_rule_state
+from experiments.baselines.mixer import Mixer, initial_dt_bias
 from flash_frac.layers import MixerState, RMSNorm, causal_conv
 
+TAPS = 4
+NORM_EPS = 1e-5
 _UNIT_EPS = 1e-6
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Mixer):
     """A layer with a matrix state, corrected by the delta rule and decayed per head.
 
     Args:
@@ -32,41 +34,17 @@ class GatedDeltaNet(nn.Module):
         num_heads: H.
         head_dim: K, channels of queries and keys.
         expand_v: D / K, channels of values; head_dim * expand_v must be whole.
-        conv_kernel: taps of the convolutions over q, k and v, which have no bias.
-        norm_eps: of the norm of each head's output.
-        backend: of the convolution and the norm, as in `frac_scan`.
-
-    Example:
-        >>> mixer = GatedDeltaNet(96, num_heads=8, head_dim=32)
-        >>> y, state = mixer(torch.randn(2, 100, 96))
-        >>> y, state = mixer(torch.randn(2, 1, 96), state=state)
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        head_dim: int,
-        expand_v: float = 2.0,
-        conv_kernel: int = 4,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
+        self, hidden_size: int, *, num_heads: int, head_dim: int, expand_v: float = 2.0
     ) -> None:
-        super().__init__()
-        check_sizes(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            conv_kernel=conv_kernel,
-        )
+        super().__init__(hidden_size, num_heads, head_dim)
         self.value_dim = round(head_dim * expand_v)
         if self.value_dim < 1 or self.value_dim != head_dim * expand_v:
             raise ValueError(
                 f"expand_v times head_dim ({head_dim}) must be a whole number, got {expand_v}"
             )
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
-        self.conv_kernel, self.backend = conv_kernel, backend
         keys, values = num_heads * head_dim, num_heads * self.value_dim
         self.qkv_sizes = [keys, keys, values]
         self.q_proj = nn.Linear(hidden_size, keys, bias=False)
@@ -76,11 +54,11 @@ class GatedDeltaNet(nn.Module):
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(0, 16).log())
         self.dt_bias = initial_dt_bias(num_heads)
-        self.q_conv1d = nn.Conv1d(keys, keys, conv_kernel, groups=keys, bias=False)
-        self.k_conv1d = nn.Conv1d(keys, keys, conv_kernel, groups=keys, bias=False)
-        self.v_conv1d = nn.Conv1d(values, values, conv_kernel, groups=values, bias=False)
+        self.q_conv1d = nn.Conv1d(keys, keys, TAPS, groups=keys, bias=False)
+        self.k_conv1d = nn.Conv1d(keys, keys, TAPS, groups=keys, bias=False)
+        self.v_conv1d = nn.Conv1d(values, values, TAPS, groups=values, bias=False)
         self.g_proj = nn.Linear(hidden_size, values, bias=False)
-        self.o_norm = RMSNorm(self.value_dim, norm_eps, backend=backend)
+        self.o_norm = RMSNorm(self.value_dim, NORM_EPS)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 
     def forward(self, x: Tensor, *, state: MixerState | None = None) -> tuple[Tensor, MixerState]:
@@ -115,13 +93,8 @@ class GatedDeltaNet(nn.Module):
         projected = F.linear(x, torch.cat([p.weight for p in projections]))
         qkv, a, b = projected.split([sum(self.qkv_sizes), self.num_heads, self.num_heads], -1)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        u, window = causal_conv(
-            qkv,
-            torch.cat([conv.weight for conv in convolutions]),
-            None,
-            window=None if state is None else state.conv,
-            backend=self.backend,
-        )
+        weight = torch.cat([conv.weight for conv in convolutions])
+        u, window = causal_conv(qkv, weight, None, window=None if state is None else state.conv)
         dtype = torch.promote_types(u.dtype, torch.float32)
         q, k, v = (
             part.to(dtype).unflatten(-1, (self.num_heads, -1))
@@ -131,11 +104,8 @@ class GatedDeltaNet(nn.Module):
         return q, _unit(k), v, b.to(dtype).sigmoid(), log_decay, window
 
     def _check(self, x: Tensor, state: MixerState | None) -> None:
-        check_input(x, self.hidden_size)
-        if state is not None:
-            recurrent = (x.shape[0], self.num_heads, self.head_dim, self.value_dim)
-            check_state("recurrent", state.recurrent, recurrent)
-            check_state("conv", state.conv, (x.shape[0], sum(self.qkv_sizes), self.conv_kernel - 1))
+        recurrent = (self.num_heads, self.head_dim, self.value_dim)
+        self.check(x, state, recurrent=recurrent, conv=(sum(self.qkv_sizes), TAPS - 1))
 
 
 def _unit(x: Tensor) -> Tensor:

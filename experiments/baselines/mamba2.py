@@ -7,7 +7,7 @@
 
 Parameters have the names, shapes and initial values of state-spaces/mamba.
 
-Letters: B batch, T time, E width, H heads, D head channels, I = H D, N state size, K taps.
+Letters: B batch, T time, E width, H heads, D head channels, I = H D, N state size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_frac.baselines.checks import check_input, check_sizes, check_state, initial_dt_bias
-from flash_frac.baselines.ssd import ssd, ssd_state
+from experiments.baselines.mixer import Mixer, initial_dt_bias
+from experiments.baselines.ssd import ssd, ssd_state
 from flash_frac.layers import GatedRMSNorm, MixerState, causal_conv
 
+TAPS = 4
+NORM_EPS = 1e-5
 
-class Mamba2(nn.Module):
+
+class Mamba2(Mixer):
     """A selective state-space layer with one decay per head.
 
     Args:
@@ -29,48 +32,22 @@ class Mamba2(nn.Module):
         num_heads: H.
         head_dim: D; the inner width I = H D is usually 2 E.
         state_size: N.
-        conv_kernel: K, taps of the convolution over x, B and C.
-        norm_eps: of the gated norm.
-        backend: of the convolution and the norm, as in `frac_scan`.
-
-    Example:
-        >>> mixer = Mamba2(160, num_heads=8, head_dim=40)
-        >>> y, state = mixer(torch.randn(2, 100, 160))
-        >>> y, state = mixer(torch.randn(2, 1, 160), state=state)
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        head_dim: int,
-        state_size: int = 128,
-        conv_kernel: int = 4,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
+        self, hidden_size: int, *, num_heads: int, head_dim: int, state_size: int = 128
     ) -> None:
-        super().__init__()
-        check_sizes(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            state_size=state_size,
-            conv_kernel=conv_kernel,
-        )
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
-        self.state_size, self.conv_kernel, self.backend = state_size, conv_kernel, backend
+        super().__init__(hidden_size, num_heads, head_dim, state_size=state_size)
+        self.state_size = state_size
         self.inner_size = num_heads * head_dim
         self.conv_size = self.inner_size + 2 * state_size
         projected = self.inner_size + self.conv_size + num_heads
         self.in_proj = nn.Linear(hidden_size, projected, bias=False)
-        self.conv1d = nn.Conv1d(
-            self.conv_size, self.conv_size, conv_kernel, groups=self.conv_size, bias=True
-        )
+        self.conv1d = nn.Conv1d(self.conv_size, self.conv_size, TAPS, groups=self.conv_size)
         self.dt_bias = initial_dt_bias(num_heads)
         self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(num_heads))
-        self.norm = GatedRMSNorm(self.inner_size, norm_eps, backend=backend)
+        self.norm = GatedRMSNorm(self.inner_size, NORM_EPS)
         self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, *, state: MixerState | None = None) -> tuple[Tensor, MixerState]:
@@ -99,13 +76,8 @@ class Mamba2(nn.Module):
         self, xbc: Tensor, dt: Tensor, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """C, B (B, 1, T, N), x (B, 1, T, H, D), dt and log_decay (B, 1, T, H), and the window."""
-        u, window = causal_conv(
-            xbc,
-            self.conv1d.weight,
-            self.conv1d.bias,
-            window=None if state is None else state.conv,
-            backend=self.backend,
-        )
+        window = None if state is None else state.conv
+        u, window = causal_conv(xbc, self.conv1d.weight, self.conv1d.bias, window=window)
         dtype = torch.promote_types(u.dtype, torch.float32)
         sizes = [self.inner_size, self.state_size, self.state_size]
         v, k, q = u.to(dtype)[:, None].split(sizes, -1)
@@ -114,11 +86,8 @@ class Mamba2(nn.Module):
         return q, k, v.unflatten(-1, (self.num_heads, -1)), dt, log_decay, window
 
     def _check(self, x: Tensor, state: MixerState | None) -> None:
-        check_input(x, self.hidden_size)
-        if state is not None:
-            recurrent = (x.shape[0], self.num_heads, self.state_size, self.head_dim)
-            check_state("recurrent", state.recurrent, recurrent)
-            check_state("conv", state.conv, (x.shape[0], self.conv_size, self.conv_kernel - 1))
+        recurrent = (self.num_heads, self.state_size, self.head_dim)
+        self.check(x, state, recurrent=recurrent, conv=(self.conv_size, TAPS - 1))
 
 
 def _grouped(state: MixerState | None) -> Tensor | None:

@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch.testing import assert_close
 
-from flash_frac.baselines import Attention, Mamba2, make_mixer
-from flash_frac.baselines.delta_rule import gated_delta_rule, unit_triangular_inverse
+from experiments.baselines import Attention, Mamba2, make_mixer
+from experiments.baselines.delta_rule import gated_delta_rule, unit_triangular_inverse
 
 # Two float32 computations of the same thing, a few dozen roundings apart.
 FLOAT32 = {"rtol": 1e-5, "atol": 2e-6}
@@ -36,11 +36,16 @@ def test_mamba2_of_transformers():
     assert_close(ours(x)[0], theirs(x), **FLOAT32)
 
 
-def delta_rule_inputs(num_tokens=150):
-    q, k = torch.randn(2, 2, num_tokens, 3, 8)
+def assert_equal_delta_rule(rule):
+    """Our gated delta rule against a peer's, with a state at the start and at the end."""
+    q, k = torch.randn(2, 2, 150, 3, 8)
     q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-    v, beta = torch.randn(2, num_tokens, 3, 16), torch.rand(2, num_tokens, 3)
-    return q, k, v, beta, -torch.rand(2, num_tokens, 3), torch.randn(2, 3, 8, 16)
+    v, beta, log_decay = torch.randn(2, 150, 3, 16), torch.rand(2, 150, 3), -torch.rand(2, 150, 3)
+    state = torch.randn(2, 3, 8, 16)
+    expected = rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)
+    actual = gated_delta_rule(q * 8**-0.5, k, v, beta, log_decay, state=state)
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, **FLOAT32)
 
 
 @torch_path_of("fla")
@@ -48,23 +53,13 @@ def delta_rule_inputs(num_tokens=150):
 def test_delta_rule_of_transformers(form):
     from transformers.models.qwen3_next import modeling_qwen3_next as peer
 
-    q, k, v, beta, log_decay, state = delta_rule_inputs()
-    rule = getattr(peer, f"torch_{form}_gated_delta_rule")
-    expected = rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)
-    actual = gated_delta_rule(q * 8**-0.5, k, v, beta, log_decay, state=state)
-    for a, b in zip(actual, expected, strict=True):
-        assert_close(a, b, **FLOAT32)
+    assert_equal_delta_rule(getattr(peer, f"torch_{form}_gated_delta_rule"))
 
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
 def test_delta_rule_of_fla(form):
     peer = pytest.importorskip("fla.ops.gated_delta_rule.naive", exc_type=ImportError)
-    q, k, v, beta, log_decay, state = delta_rule_inputs()
-    rule = getattr(peer, f"naive_{form}_gated_delta_rule")
-    expected = rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)
-    actual = gated_delta_rule(q * 8**-0.5, k, v, beta, log_decay, state=state)
-    for a, b in zip(actual, expected, strict=True):
-        assert_close(a, b, **FLOAT32)
+    assert_equal_delta_rule(getattr(peer, f"naive_{form}_gated_delta_rule"))
 
 
 @pytest.mark.parametrize("kind, options", [("Llama", {"bias": True}), ("Qwen3", {"qk_norm": True})])

@@ -1,5 +1,6 @@
 """The mixers that Frac is compared with, in plain torch and with the interface of `FracMixer`.
 
+mixer    = make_mixer("mamba2", 160, num_heads=8, head_dim=40)
 y, state = mixer(x)                     a sequence from its beginning
 y, state = mixer(x, state=state)        its continuation, in pieces of any length
 state    = absorb(mixer, x, state)      the state alone, at less cost
@@ -11,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flash_frac.baselines.attention import Attention, AttentionState
-from flash_frac.baselines.frac import Frac
-from flash_frac.baselines.gated_deltanet import GatedDeltaNet
-from flash_frac.baselines.mamba2 import Mamba2
-from flash_frac.baselines.mamba3 import Mamba3, Mamba3State
+from experiments.baselines.attention import Attention, AttentionState
+from experiments.baselines.frac import Frac
+from experiments.baselines.gated_deltanet import GatedDeltaNet
+from experiments.baselines.mamba2 import Mamba2
+from experiments.baselines.mamba3 import Mamba3, Mamba3State
 
 MIXERS: dict[str, type[nn.Module]] = {
     "frac": Frac,
