@@ -27,8 +27,9 @@ from flash_frac.bench.parts import CPU_SIZES, Sizes, small_rows
 from flash_frac.bench.peers import MODEL_PEERS, model_peers
 from flash_frac.bench.timing import exit_if_ours_failed
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 
-CONFIG = Path(__file__).parents[1] / "recipes" / "models" / "frac-1.3b" / "config.json"
+CONFIG = find_config("frac-1.3b") / "config.json"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Time what a FracStream does at the shape of a model: save, load, and one token more.
 
-    python benchmarks/stream.py [--config recipes/models/frac-130m/config.json]
+    python benchmarks/stream.py [--config flash_frac/recipes/models/frac-130m/config.json]
 
 Random weights, in bfloat16; the 1.3B model unless told. Rows go to <gpu>.csv or cpu.csv:
     save, load  a file on the local disk, fsync included; its size does not depend on T
@@ -25,9 +25,10 @@ from flash_frac.bench.parts import count
 from flash_frac.bench.peers import build
 from flash_frac.bench.timing import OURS, Times, make_row, quantiles, wall_ms
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 from flash_frac.stream import FracStream
 
-CONFIG = Path(__file__).parents[1] / "recipes" / "models" / "frac-1.3b" / "config.json"
+CONFIG = find_config("frac-1.3b") / "config.json"
 DTYPE = torch.bfloat16
 REPEATS = 7
 # Tokens that are fed, and generated in a call, on a GPU and on a CPU.

@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "flash_frac").rglob("*.py"))
 LAYERS = [
     *("extras", "files", "provenance", "drawing", "theory", "ops", "layers", "baselines", "models"),
     *("sampling", "generation", "stream", "terminal", "serving", "inspect", "doctor", "data"),
-    *("evals", "bench", "train", "quickstart", "cli"),
+    *("evals", "recipes", "bench", "train", "quickstart", "cli"),
 ]
 
 

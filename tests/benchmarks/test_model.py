@@ -12,6 +12,7 @@ from flash_frac.bench import models, peers
 from flash_frac.bench.parts import CPU_SIZES, our_subject, set_backend, step_times
 from flash_frac.bench.table import PAPER, bench, choose_config, choose_sizes, paper_table
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sizes would be a GPU's")
 TINY = {
@@ -159,13 +160,24 @@ def test_bench_names_what_it_does_not_know():
         bench(FracConfig(**TINY), peers=["gpt"])
 
 
-def test_the_default_is_the_model_of_the_recipe(monkeypatch):
-    with pytest.raises(ValueError, match="config must be given where there is no GPU"):
+def test_a_configuration_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    FracConfig(**TINY).save_pretrained(tmp_path / "mine")
+    assert choose_config("mine").hidden_size == TINY["hidden_size"]
+    assert (
+        choose_config("frac-30m").to_dict() == choose_config(str(find_config("frac-30m"))).to_dict()
+    )
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "frac-30"):
+        with pytest.raises(ValueError, match=rf"config {name} was not found: .*frac-30m"):
+            choose_config(name)
+
+
+def test_the_default_needs_a_gpu(monkeypatch):
+    with pytest.raises(ValueError, match=r"config must be given where there is no GPU.*frac-30m"):
         choose_config(None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    recipe, chosen = FracConfig.from_json_file(model.CONFIG), choose_config(None)
-    recipe.architectures = None
-    assert chosen.to_dict() == recipe.to_dict()
+    assert choose_config(None).to_dict() == FracConfig.from_json_file(model.CONFIG).to_dict()
 
 
 def test_lengths_are_numbers():
