@@ -162,7 +162,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A new folder for the copy.")],
 ) -> None:
     """Copy a checkpoint so that plain transformers reads it, with trust_remote_code."""
-    from flash_frac.models.portable import export as copy
+    from flash_frac.models.export import export as copy
 
     print(f"{copy(checkpoint, folder)} is read by transformers serve --trust-remote-code.")
 
