@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from flash_frac.data import Collator
-from flash_frac.inspect import memory_statistics
+from flash_frac.inspect.statistics import memory_statistics
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.flops import device_peak_flops, training_flops
 from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback
