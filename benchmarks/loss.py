@@ -18,9 +18,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measure import add_options, row_keeper
 from torch import Tensor
 
+from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import (
     OURS,
     attempt,

@@ -13,13 +13,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flash_frac"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Allowed arrows between the rooms: what each may import, beside itself.
-TOOLS = {"extras", "files", "provenance", "drawing"}
+TOOLS = {"extras", "files", "provenance", "drawing", "recipes"}
 MODEL = {"theory", "ops", "layers", "models"}
 ROOMS = {
     "extras": set(),
     "files": set(),
     "provenance": set(),
     "drawing": {"extras"},
+    "recipes": set(),
     "theory": {"extras"},
     "ops": set(),
     "layers": {"theory", "ops"},

@@ -1,4 +1,4 @@
-"""What stops a run: finding the first tensor that is not finite."""
+"""Find the first tensor of a model that is not finite, for the error that ends a run."""
 
 from __future__ import annotations
 

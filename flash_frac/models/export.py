@@ -1,4 +1,4 @@
-"""Checkpoints that transformers loads without being told of this package, where it is installed."""
+"""Checkpoints that plain transformers loads by itself, if flash-frac is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CODE += "from flash_frac.models import FracConfig, FracForCausalLM  # noqa: F401
 
 
 def export(checkpoint: str | Path, folder: str | Path) -> Path:
-    """Copy a checkpoint to a new folder, with a file that tells where its classes are.
+    """Copy a checkpoint to a new folder, with a file that names its classes.
 
     Such a folder is read by whatever passes `trust_remote_code=True`, such as `transformers serve`,
     which knows no other way to find a class that is not in transformers itself.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flash_frac.models import FracCache, FracConfig, FracForCausalLM, FracModel
-from flash_frac.models.surgery import _interpolation, regrid
+from flash_frac.models.regridding import _interpolation, regrid
 from flash_frac.ops import ControlSettings, Dynamics
 from flash_frac.theory.banks import geometric_bank, named_bank
 from tests.models.conftest import make_model

@@ -1,4 +1,4 @@
-"""Which sequences a batch holds: an order that depends on the seed and the epoch alone."""
+"""Which sequences a batch holds: a function of seed and epoch alone."""
 
 from __future__ import annotations
 
