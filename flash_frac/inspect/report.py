@@ -23,7 +23,7 @@ from flash_frac.inspect.response import (
     log_spaced_lags,
     source_positions,
 )
-from flash_frac.inspect.statistics import check_model, check_tokens, layer_dynamics, visit_layers
+from flash_frac.inspect.statistics import check_model, check_tokens, visit_layers
 from flash_frac.layers import FracMixer
 from flash_frac.ops import Controls, Dynamics, mode_log_decay
 
@@ -177,7 +177,7 @@ def inspect_model(
     layers: list[LayerReport] = []
 
     def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
-        dyn = layer_dynamics(mixer, mixer.dyn_proj(inner_x))
+        dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
         controls = mixer.controls(inner_x, u)
         response = impulse_response(controls, lags, max_sources=max_sources)
         layers.append(_layer(mixer, dyn, controls, lags, response, factor))

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracPreTrainedModel
-from flash_frac.ops import ControlSettings, Dynamics, dynamics, log_prior, mode_log_decay
+from flash_frac.ops import ControlSettings, Dynamics, log_prior, mode_log_decay
 
 Visit = Callable[[int, FracMixer, Tensor, Tensor], None]
 
@@ -131,17 +131,6 @@ def check_tokens(input_ids: Tensor) -> None:
         )
 
 
-def layer_dynamics(mixer: FracMixer, logits: Tensor) -> Dynamics:
-    """Δ, α, λ from the output (B, T, 3 H) of `dyn_proj`; (B, T, 2 H) with a fixed alpha.
-
-    Example: `delta, alpha, lam = layer_dynamics(mixer, mixer.dyn_proj(inner_x))`
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    parts = logits.to(dtype).unflatten(-1, (mixer.num_dynamics, -1)).unbind(-2)
-    alpha = None if mixer.num_dynamics == 2 else parts[1]
-    return dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
-
-
 def visit_layers(
     model: nn.Module, input_ids: Tensor, visit: Visit, cu_seqlens: Tensor | None = None
 ) -> None:
@@ -198,7 +187,7 @@ def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> lis
     seen: list[_Seen] = []
 
     def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
-        dyn = layer_dynamics(mixer, mixer.dyn_proj(inner_x))
+        dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
         seen.append(_Seen(mixer.settings, dyn, mixer.base_log_tau.detach().double()))
 
     visit_layers(model, input_ids, visit, cu_seqlens)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from flash_frac.layers import FracMixer
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.modeling import FracPreTrainedModel
-from flash_frac.ops import Dynamics, dynamics, log_prior, mode_log_decay
+from flash_frac.ops import Dynamics, log_prior, mode_log_decay
 from flash_frac.theory.banks import named_bank, resolve_bank
 
 Model = TypeVar("Model", bound=FracPreTrainedModel)
@@ -248,12 +248,10 @@ def _controls_of_layers(
     return [Dynamics(*(of_heads(x, mixer) for x in dyn)) for dyn, mixer in pairs]
 
 
+@torch.no_grad()
 def _bias_controls(mixer: FracMixer) -> Dynamics:
-    """Controls of a token that projects to 0."""
-    bias, dt_bias = (x.detach().double().cpu() for x in (mixer.dyn_proj.bias, mixer.dt_bias))
-    logits = bias.unflatten(0, (mixer.num_dynamics, -1)).unbind(0)
-    alpha = None if mixer.num_dynamics == 2 else logits[1]
-    return dynamics(logits[0] + dt_bias, alpha, logits[-1], mixer.settings)
+    """Controls of a token that projects to 0, in float64 on the CPU."""
+    return mixer.dynamics(mixer.dyn_proj.bias.double().cpu())
 
 
 class _Rows(NamedTuple):

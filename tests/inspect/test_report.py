@@ -11,7 +11,7 @@ from torch import nn
 from flash_frac.data.tokenizer import byte_tokenizer
 from flash_frac.inspect import inspect_checkpoint, inspect_model, memory_statistics, write_report
 from flash_frac.inspect.figures import draw_layer
-from flash_frac.inspect.statistics import layer_dynamics, visit_layers
+from flash_frac.inspect.statistics import visit_layers
 from flash_frac.models import FracConfig, FracForCausalLM
 
 from .conftest import tiny
@@ -31,7 +31,7 @@ def test_distributions_equal_a_direct_computation():
     layer = inspect_model(model, tokens).layers[1]
     mixer, inner_x, u = seen[1]
     with torch.no_grad():
-        dyn = layer_dynamics(mixer, mixer.dyn_proj(inner_x))
+        dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
         controls = mixer.controls(inner_x, u)
     tau = mixer.base_log_tau.double().exp()
     scale = tau / (dyn.delta * dyn.lam ** (1 / dyn.alpha))[..., None]
