@@ -75,9 +75,10 @@ def inputs(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
-    value = loss(*leaves, labels)
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
+    """The loss, and its gradients by hidden states and weight."""
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    value = loss(hidden, weight, labels)
+    return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
 
 
 def measure_losses(failures: list[str], *, peers: bool) -> Iterator[dict]:
