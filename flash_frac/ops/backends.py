@@ -108,10 +108,10 @@ def _triton_step(*arguments: Any) -> tuple[Tensor, Tensor]:
     return triton_step(*arguments)
 
 
-def _triton_controls(*arguments: Any, **options: Any) -> Any:
+def _triton_controls(*arguments: Any) -> Any:
     from flash_frac.ops.control.triton import triton_controls
 
-    return triton_controls(*arguments, **options)
+    return triton_controls(*arguments)
 
 
 def _triton_conv(*arguments: Any) -> tuple[Tensor, Tensor]:
