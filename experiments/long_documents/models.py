@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.baselines import published_frac
 from experiments.language_model import LanguageModel, LanguageModelDesign, num_parameters
-from experiments.models import published_frac
 from flash_frac.models import FracConfig, FracForCausalLM
 
 RECIPE = Path(__file__).parents[2] / "recipes/models/frac-30m"

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.baselines import make_mixer
+from experiments.baselines import make_mixer, published_frac
 from experiments.madlab.tasks import TaskSettings
-from experiments.models import published_frac
 from flash_frac.layers import RMSNorm
 
 WIDTH = 128

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from experiments.madlab.settings import Protocol
-from experiments.models import NAMES
+from experiments.style import NAMES
 
 TASK_NAMES = {
     "compression": "compression",

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.table import Table
-from flash_frac.ops.control import Prior, log_prior
+from flash_frac.ops import log_prior
 from flash_frac.provenance import git_commit, version_of
 from flash_frac.theory import (
     PAPER_ALPHAS,
@@ -108,7 +108,7 @@ def free_nodes(task: Task) -> Bank:
     return fitted(tau, task)
 
 
-def with_prior(tau: Array, task: Task, prior: Prior) -> Bank:
+def with_prior(tau: Array, task: Task, prior: str) -> Bank:
     """The weights that the layer starts from: the softmax of its prior, nothing fitted."""
     alpha = torch.tensor(task.alpha, dtype=torch.float64)
     log_tau = torch.from_numpy(np.log(tau))

@@ -17,6 +17,7 @@ from flash_frac.bench.parts import Sizes
 from flash_frac.bench.peers import MODEL_PEERS
 from flash_frac.bench.rows import print_rows
 from flash_frac.bench.timing import OURS
+from flash_frac.drawing import short
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
 from flash_frac.provenance import provenance
@@ -83,16 +84,10 @@ def choose_config(folder: str | None) -> FracConfig:
             "name a folder with the config.json of a smaller model"
         )
     return FracConfig(
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        frac_num_modes=16,
-        frac_alpha_min=0.1,
-        frac_alpha_max=0.9,
-        frac_tau_max=2.0**17,
-        frac_residual_read_init=-1.0,
+        hidden_size=2048, num_hidden_layers=48, num_attention_heads=16, frac_num_modes=16,
+        frac_alpha_min=0.1, frac_alpha_max=0.9, frac_tau_max=2.0**17, frac_residual_read_init=-1.0,
         fuse_linear_cross_entropy=True,
-    )
+    )  # fmt: skip
 
 
 def choose_sizes(lengths: str) -> Sizes:
@@ -108,11 +103,9 @@ def choose_sizes(lengths: str) -> Sizes:
 
 def column_of(row: Mapping[str, object]) -> str:
     """Where a row stands in the table: what was run, and at which length or batch."""
-    length = int(str(row["T"]))
-    size = f"{length // 1024}K" if length >= 1024 else str(length)
     if row["pass"] == "decode":
         return "decode" if row["B"] == 1 else f"decode x {row['B']}"
-    return f"{row['pass']}@{size}"
+    return f"{row['pass']}@{short(int(str(row['T'])))}"
 
 
 def cell(value: float | None) -> str:
