@@ -42,6 +42,12 @@ def make_mixer(
     return MIXERS[name](hidden_size, num_heads=num_heads, head_dim=head_dim, **options)
 
 
+def mixer_of(design: Any, hidden_size: int) -> nn.Module:
+    """The mixer of a design, which has the fields `mixer`, `num_heads`, `head_dim`, `options`."""
+    sizes = {"num_heads": design.num_heads, "head_dim": design.head_dim}
+    return make_mixer(design.mixer, hidden_size, **sizes, **design.options)
+
+
 def published_frac(
     options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -76,5 +82,6 @@ __all__ = [
     "Mamba3State",
     "absorb",
     "make_mixer",
+    "mixer_of",
     "published_frac",
 ]

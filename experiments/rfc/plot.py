@@ -1,4 +1,4 @@
-"""Draw loss.csv and results.csv as figure.svg: python -m experiments.rfc.plot [--out FOLDER]"""
+"""Draw loss.csv and results.csv as figure.svg: python experiments/rfc/plot.py [--out FOLDER]"""
 
 from __future__ import annotations
 
