@@ -27,8 +27,9 @@ from flash_frac.bench.peers import MODEL_PEERS
 from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import exit_if_ours_failed
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 
-CONFIG = Path(__file__).parents[1] / "recipes" / "models" / "frac-1.3b" / "config.json"
+CONFIG = find_config("frac-1.3b") / "config.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

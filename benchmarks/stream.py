@@ -1,6 +1,6 @@
 """Time what a FracStream does at the shape of a model: save, load, and one token more.
 
-    python benchmarks/stream.py [--config recipes/models/frac-130m/config.json]
+    python benchmarks/stream.py [--config flash_frac/recipes/models/frac-130m/config.json]
 
 Random weights, in bfloat16; the 1.3B model by default. Rows go to <gpu>.csv or cpu.csv:
     save, load  a file on the local disk, fsync included; its size does not depend on T
@@ -19,8 +19,9 @@ from flash_frac.bench.models import measure_stream
 from flash_frac.bench.parts import default_sizes
 from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 
-CONFIG = Path(__file__).parents[1] / "recipes" / "models" / "frac-1.3b" / "config.json"
+CONFIG = find_config("frac-1.3b") / "config.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from experiments.baselines import mixer_of
 from flash_frac.inspect import evaluating
 from flash_frac.layers import RMSNorm
 from flash_frac.models.inputs import random_elapsed
-from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
+from flash_frac.ops.loss import linear_cross_entropy
 
 NORM_EPS = 1e-6
 INIT_STD = 0.02

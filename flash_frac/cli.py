@@ -27,7 +27,10 @@ def frac() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="YAML file; see recipes/ and docs/training.md.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="Name of an installed recipe, such as small, or a YAML file."),
+    ],
 ) -> None:
     """Train by a recipe, or go on with its run: frac train RECIPE [--any_training_argument VALUE].
 
@@ -159,7 +162,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A new folder for the copy.")],
 ) -> None:
     """Copy a checkpoint so that plain transformers reads it, with trust_remote_code."""
-    from flash_frac.models.portable import export as copy
+    from flash_frac.models.export import export as copy
 
     print(f"{copy(checkpoint, folder)} is read by transformers serve --trust-remote-code.")
 
@@ -282,7 +285,8 @@ def compare(
 @app.command()
 def bench(
     config: Annotated[
-        str | None, typer.Argument(help="Folder with a config.json; the paper's 1.3B by default.")
+        str | None,
+        typer.Argument(help="An installed size (frac-130m), or a folder; by default frac-1.3b."),
     ] = None,
     parts: Annotated[str, typer.Option(help="What to measure.")] = "prefill,decode,train",
     peers: Annotated[

@@ -11,8 +11,8 @@ import flash_frac.doctor as doctor
 from flash_frac.doctor import machine, model, operators
 from flash_frac.doctor.machine import Facts
 from flash_frac.ops import BACKENDS, Backend
-from flash_frac.ops.chunk import chunk_scan
-from flash_frac.ops.reference import step
+from flash_frac.ops.scan.chunk import chunk_scan
+from flash_frac.ops.scan.reference import step
 
 SEED = 20
 HEALTHY = Facts("12.8", "3.7.1", "2.4.0", (9, 0), nvidia_smi=True, interpreted=False)

@@ -1,4 +1,4 @@
-"""What the README says: its code runs, its files exist, its targets are in the Makefile."""
+"""The documents: code of the README runs, files and commands exist, prose is narrow."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+FOLDERS = ("benchmarks", "docs", "experiments", "flash_frac", "tests")
+FILES = {
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".md", ".yaml")
+}
+GUIDES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted({*GUIDES, *(ROOT / path for path in FILES if path.endswith(".md"))})
+
+
+def name(document):
+    return document.relative_to(ROOT).as_posix()
+
+
+def without_code(document):
+    code = r"^ *```.*?^ *```$"
+    return re.sub(code, "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def test_code_runs(tmp_path, monkeypatch):
@@ -21,19 +39,35 @@ def test_code_runs(tmp_path, monkeypatch):
     assert names["fit"].error < 1e-3
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        *("README.md", "CONTRIBUTING.md", "docs/maths.md", "docs/log.md"),
-        *("docs/hybrid.md", "docs/serving.md", "docs/evaluation.md"),
-    ],
-)
+@pytest.mark.parametrize("document", GUIDES, ids=name)
 def test_paths_exist(document):
-    text = (ROOT / document).read_text()
-    pattern = r"`((?:flash_frac|tests|docs|benchmarks|recipes)/[\w./-]+)"
-    paths = [path.rstrip(".") for path in re.findall(pattern, text)]
-    missing = [path for path in paths if not (ROOT / path).exists()]
+    """Paths from the root, and names of files in any folder."""
+    paths = []
+    for span in re.findall(r"`([^`\n]+)`", without_code(document)):
+        paths += re.findall(rf"(?<![\w./])(?:{'|'.join(FOLDERS)})/[\w./-]*", span)
+        paths += re.findall(r"^[\w./-]+\.(?:py|md|yaml)$", span)
+    missing = [
+        path
+        for path in paths
+        if not (ROOT / path).exists() and not any(file.endswith(f"/{path}") for file in FILES)
+    ]
     assert paths and not missing
+
+
+def test_modules_exist():
+    """Those that commands name, in text and in blocks of code."""
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    modules = re.findall(r"python -m ((?:flash_frac|experiments)(?:\.\w+)*)", text)
+    paths = {module.replace(".", "/") for module in modules}
+    missing = [path for path in paths if not {f"{path}.py", f"{path}/__main__.py"} & FILES]
+    assert paths and not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_lines_fit_in_120_columns(document):
+    """Tables and code aside."""
+    lines = without_code(document).splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.lstrip().startswith("|")]
 
 
 def test_make_targets_exist():

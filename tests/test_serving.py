@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.models.portable import export
+from flash_frac.models.export import export
 from flash_frac.serving import serve
 
 ROOT = Path(__file__).parents[1]

@@ -3,7 +3,7 @@
 The paper gives the expansions: 1.5 for Frac, 1.75 for Mamba3, 2 for the values of Gated DeltaNet,
 whose keys span 0.75 of the width as in its language models. A mixer then has 6 to 6.3 E^2 weights,
 eight of them 3.2M to 3.4M, and 7M is reached with a SwiGLU of 8 E^2 in every block, the same for
-all: the core "swiglu". The core "plain" has none; Frac's is then recipes/models/frac-dna.
+all: the core "swiglu". The core "plain" has none; Frac's is then the size frac-dna.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m experiments.evaluation.run CHECKPOINT --data-dir DIR [--suites niah longppl lm]
     python -m experiments.evaluation.run CHECKPOINT --data-dir DIR --untrained --suites lm
-    python -m experiments.evaluation.run --shape recipes/models/frac-1.3b --one-sample 65536
+    python -m experiments.evaluation.run --shape frac-1.3b --one-sample 65536
 
 Rows go to results.csv. What is measured is kept in --work as it comes, and not measured again.
 """
@@ -26,6 +26,7 @@ from experiments.table import Table, add_run_options, made_with
 from flash_frac.evals.language_model import FracLM
 from flash_frac.evals.runner import Settings, evaluate, model_name
 from flash_frac.evals.suites import SUITES, Suite, Unit
+from flash_frac.recipes import find_config
 
 HERE = Path(__file__).parent
 LENGTHS = [2**n for n in range(10, 17)]
@@ -51,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="examples of each task at most; all")
     parser.add_argument("--name", help="of the model in the table; its folder's by default")
     parser.add_argument("--untrained", action="store_true", help="its shape with new weights")
-    parser.add_argument("--shape", type=Path, help="folder of a config.json, for --one-sample")
+    parser.add_argument("--shape", help="model size, or folder of a config.json, for --one-sample")
     parser.add_argument("--one-sample", type=int, help="time one needle of so many tokens")
     parser.add_argument("--tokenizer", default="bytes", help="for --one-sample; a folder")
     parser.add_argument("--work", type=Path, help="where results are kept; runs/evaluation/NAME")
@@ -151,9 +152,10 @@ def measure(options: argparse.Namespace, checkpoint: str, name: str, table: Tabl
 
 def one_sample(options: argparse.Namespace, table: Table) -> None:
     """Time one needle at a shape, and keep it as a row."""
-    taken = time_one_sample(options.shape, options.one_sample, options.tokenizer)
+    shape = find_config(options.shape)
+    taken = time_one_sample(shape, options.one_sample, options.tokenizer)
     row = {
-        "name": options.name or f"{options.shape.resolve().name}-shape",
+        "name": options.name or f"{shape.name}-shape",
         "suite": "niah",
         "task": "niah_single_1",
         "length": options.one_sample,

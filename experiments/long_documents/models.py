@@ -14,8 +14,9 @@ from typing import Any
 from experiments.baselines import published_frac
 from experiments.language_model import LanguageModel, LanguageModelDesign, num_parameters
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.recipes import find_config
 
-RECIPE = Path(__file__).parents[2] / "recipes/models/frac-30m"
+RECIPE = find_config("frac-30m")
 
 
 def frac_design(

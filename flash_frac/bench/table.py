@@ -21,6 +21,7 @@ from flash_frac.drawing import short
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
 from flash_frac.provenance import provenance
+from flash_frac.recipes import find_config, installed_sizes
 
 COLUMNS = ("prefill@1K", "prefill@4K", "prefill@16K", "decode", "train@4K")
 # The paper's table of throughput, tokens/s, for models of 1.3B parameters.
@@ -55,7 +56,7 @@ def bench(
         The lines of a Markdown table, and why models or ways were left out.
 
     Example:
-        >>> config = FracConfig.from_pretrained("recipes/models/frac-1.3b")
+        >>> config = FracConfig.from_pretrained(find_config("frac-130m"))
         >>> lines, left_out = bench(config, peers=["qwen3"])
     """
     if unknown := sorted(set(parts) - set(PARTS)):
@@ -74,20 +75,20 @@ def bench(
     return paper_table(rows), failures
 
 
-def choose_config(folder: str | None) -> FracConfig:
-    """The configuration in a folder; that of the paper's 1.3B model, which needs a GPU, if None."""
-    if folder is not None:
-        return FracConfig.from_pretrained(folder)
-    if not torch.cuda.is_available():
+def choose_config(config: str | None) -> FracConfig:
+    """The configuration of an installed size, a folder or a hub id; if None that of frac-1.3b.
+
+    Without a GPU it must be given, because the default is too large for a CPU.
+    """
+    if config is None and not torch.cuda.is_available():
         raise ValueError(
-            "config must be given where there is no GPU, for the default has 1.3B parameters: "
-            "name a folder with the config.json of a smaller model"
+            "config must be given where there is no GPU, because the default has 1.3B parameters: "
+            f"name a smaller size ({', '.join(installed_sizes())}), or a folder with a config.json"
         )
-    return FracConfig(
-        hidden_size=2048, num_hidden_layers=48, num_attention_heads=16, frac_num_modes=16,
-        frac_alpha_min=0.1, frac_alpha_max=0.9, frac_tau_max=2.0**17, frac_residual_read_init=-1.0,
-        fuse_linear_cross_entropy=True,
-    )  # fmt: skip
+    name = config or "frac-1.3b"
+    if name.count("/") == 1 and not Path(name).exists():
+        return FracConfig.from_pretrained(name)
+    return FracConfig.from_pretrained(find_config(name, argument="config"))
 
 
 def choose_sizes(lengths: str) -> Sizes:

@@ -23,7 +23,7 @@ def training_row(recipe_path: str, overrides: Sequence[str]) -> dict:
     Tokens/s and MFU are medians of the logs of the second half of the run, optimizer, loss,
     clipping and data included.
 
-    Example: `training_row("recipes/small.yaml", ["--max_steps", "100"])["tokens_per_s"]`
+    Example: `training_row("small", ["--max_steps", "100"])["tokens_per_s"]`
     """
     recipe = load_recipe(recipe_path, overrides)
     result = train(recipe)

@@ -26,10 +26,9 @@ from torch.func import functional_call
 
 from flash_frac.doctor.report import REPORT_IT, Finding
 from flash_frac.layers import FracMixer, RMSNorm
-from flash_frac.layers.conv import causal_conv
 from flash_frac.layers.norm import GatedRMSNorm
-from flash_frac.ops import BACKENDS, Controls, ControlSettings, frac_scan, frac_step
-from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
+from flash_frac.ops import BACKENDS, Controls, ControlSettings, causal_conv, frac_scan, frac_step
+from flash_frac.ops.loss import linear_cross_entropy
 from flash_frac.ops.testing import random_inputs, relative_error
 
 HEADS, MODES, CHANNELS, TAPS = 2, 16, 16, 4

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flash_frac.ops.control import Controls
+from flash_frac.ops import Controls
 
 # Logs stay finite where a response has died out.
 _NOTHING = 1e-300

@@ -1,9 +1,9 @@
-"""Modules of torch alone: the mixer, its state, its norm and its convolution."""
+"""Modules of torch alone: the mixer, its state and its norms."""
 
-from flash_frac.layers.conv import ConvOutput, causal_conv
 from flash_frac.layers.mixer import TIME_PARAMETERS, FracMixer
-from flash_frac.layers.norm import GatedRMSNorm, RMSNorm, rms_norm
+from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
 from flash_frac.layers.state import MixerState
+from flash_frac.ops import ConvOutput, causal_conv, rms_norm
 
 __all__ = [
     "TIME_PARAMETERS",

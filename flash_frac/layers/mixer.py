@@ -12,31 +12,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flash_frac.layers.conv import causal_conv
-from flash_frac.layers.norm import GatedRMSNorm
+from flash_frac.layers.checks import check_inputs
+from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import (
     Controls,
     ControlSettings,
-    check_cu_seqlens,
-    controls,
+    Dynamics,
+    causal_conv,
+    controls_from_logits,
     dilate,
     frac_scan,
     frac_step,
     uses_triton,
 )
 from flash_frac.ops.context_parallel import sharded_scan, window_before
+from flash_frac.ops.control.reference import num_dynamics, split_dynamics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Names of the tensors that carry time: float32 whatever the dtype of the rest.
 TIME_PARAMETERS = ("base_log_tau", "dt_bias", "read_residual_logit", "write_residual_scale", "D")
+
+
+class MixerInputs(NamedTuple):
+    """What a mixer makes of its input before the scan.
+
+    u: (B, T, H, D); gate: (B, T, I); controls: (B, T, H, M) each; window: (N, I, K - 1), the last
+    inputs of the convolution.
+    """
+
+    u: Tensor
+    gate: Tensor
+    controls: Controls
+    window: Tensor
 
 
 class FracMixer(nn.Module):
@@ -141,7 +156,7 @@ class FracMixer(nn.Module):
         self.context_group: ProcessGroup | None = None
 
         inner = num_heads * head_dim
-        self.num_dynamics = 3 if self.settings.alpha_fixed is None else 2
+        self.num_dynamics = num_dynamics(self.settings)
         self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
         self.conv1d = nn.Conv1d(inner, inner, conv_kernel, groups=inner, bias=conv_bias)
         self.dyn_proj = nn.Linear(inner, self.num_dynamics * num_heads)
@@ -225,12 +240,47 @@ class FracMixer(nn.Module):
         Returns:
             y (B, T, E), and the state of the N sequences after their last real token.
         """
-        self._check(x, state, attention_mask, cu_seqlens, elapsed)
-        group, taps = self.context_group, self.conv_kernel
+        u, gate, controls, window = self.scan_inputs(
+            x, state=state, attention_mask=attention_mask, cu_seqlens=cu_seqlens, elapsed=elapsed
+        )
+        recurrent = None if state is None else state.recurrent
+        if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
+            read, write, decay = (weights[:, 0] for weights in controls)
+            y, recurrent = frac_step(u[:, 0], read, write, decay, recurrent, backend=self.backend)
+            y = y[:, None]
+        elif self.context_group is not None:
+            group = self.context_group
+            y, recurrent = sharded_scan(
+                u, *controls, group=group, cu_seqlens=cu_seqlens, backend=self.backend
+            )
+        else:
+            y, recurrent = frac_scan(
+                u,
+                *controls,
+                initial_state=recurrent,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+            )
+        skip = None if self.D is None else (self.D, u)
+        return self.out_proj(self.out_norm(y, gate, skip)), MixerState(recurrent, window)
+
+    def scan_inputs(
+        self,
+        x: Tensor,
+        *,
+        state: MixerState | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        elapsed: Tensor | None = None,
+    ) -> MixerInputs:
+        """Projection, convolution and controls: all that comes before the scan, as in `forward`."""
+        check_inputs(self, x, state, attention_mask, cu_seqlens, elapsed)
         inner_x, gate = self.in_proj(x).chunk(2, -1)
         before = None if state is None else state.conv
-        if group is not None:
-            before = window_before(inner_x, taps, group=group, cu_seqlens=cu_seqlens)
+        if self.context_group is not None:
+            before = window_before(
+                inner_x, self.conv_kernel, group=self.context_group, cu_seqlens=cu_seqlens
+            )
         u, window = causal_conv(
             inner_x,
             self.conv1d.weight,
@@ -240,35 +290,8 @@ class FracMixer(nn.Module):
             cu_seqlens=cu_seqlens,
             backend=self.backend,
         )
-        read, write, log_decay = self.controls(inner_x, u, attention_mask, elapsed)
-        u = u.unflatten(-1, (self.num_heads, -1))
-        recurrent = None if state is None else state.recurrent
-        if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
-            token = (u[:, 0], read[:, 0], write[:, 0], log_decay[:, 0])
-            y, recurrent = frac_step(*token, recurrent, backend=self.backend)
-            y = y[:, None]
-        elif group is not None:
-            y, recurrent = sharded_scan(
-                u,
-                read,
-                write,
-                log_decay,
-                group=group,
-                cu_seqlens=cu_seqlens,
-                backend=self.backend,
-            )
-        else:
-            y, recurrent = frac_scan(
-                u,
-                read,
-                write,
-                log_decay,
-                initial_state=recurrent,
-                cu_seqlens=cu_seqlens,
-                backend=self.backend,
-            )
-        skip = None if self.D is None else (self.D, u)
-        return self.out_proj(self.out_norm(y, gate, skip)), MixerState(recurrent, window)
+        controls = self.controls(inner_x, u, attention_mask, elapsed)
+        return MixerInputs(u.unflatten(-1, (self.num_heads, -1)), gate, controls, window)
 
     def controls(
         self,
@@ -278,78 +301,97 @@ class FracMixer(nn.Module):
         elapsed: Tensor | None = None,
     ) -> Controls:
         """Read, write and log_decay (B, T, H, M), from (B, T, I) before and after the conv."""
-        dyn_logits, rw_logits = self.dyn_proj(inner_x), self.rw_proj(u)
-        if uses_triton(self.backend, rw_logits):
-            from flash_frac.ops.custom_ops.control import fused_controls
-
-            found = fused_controls(
-                dyn_logits,
-                rw_logits,
-                self.dt_bias,
-                self.read_residual_logit,
-                self.write_residual_scale,
-                self.base_log_tau,
-                settings=self.settings,
-                mask=mask,
-            )
-        else:
-            logits = dyn_logits.unflatten(-1, (self.num_dynamics, -1)).unbind(-2)
-            read_logit, write_logit = rw_logits.unflatten(
-                -1, (2, self.num_heads, self.num_modes)
-            ).unbind(-3)
-            found = controls(
-                logits[0] + self.dt_bias,
-                None if self.num_dynamics == 2 else logits[1],
-                logits[-1],
-                read_logit,
-                write_logit,
-                self.base_log_tau,
-                settings=self.settings,
-                read_gate=self.read_residual_logit.sigmoid(),
-                write_gate=self.write_residual_scale.sigmoid(),
-                mask=mask,
-            )
+        found = controls_from_logits(
+            self.dyn_proj(inner_x),
+            self.rw_proj(u),
+            self.dt_bias,
+            self.read_residual_logit,
+            self.write_residual_scale,
+            self.base_log_tau,
+            settings=self.settings,
+            mask=mask,
+            backend=self.backend,
+        )
         return found if elapsed is None else dilate(found, elapsed)
 
-    def _check(
-        self,
-        x: Tensor,
-        state: MixerState | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        elapsed: Tensor | None,
-    ) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must have shape (B, T, {self.hidden_size}), got {tuple(x.shape)}")
-        if attention_mask is not None and cu_seqlens is not None:
-            raise ValueError(
-                "attention_mask and cu_seqlens exclude each other: packed rows need no mask"
-            )
-        if attention_mask is not None and attention_mask.shape != x.shape[:2]:
-            raise ValueError(
-                f"attention_mask must have shape {tuple(x.shape[:2])}, "
-                f"got {tuple(attention_mask.shape)}"
-            )
-        if elapsed is not None and elapsed.shape != x.shape[:2]:
-            raise ValueError(
-                f"elapsed must have shape {tuple(x.shape[:2])}, got {tuple(elapsed.shape)}"
-            )
-        if self.context_group is not None and attention_mask is not None:
-            raise ValueError(
-                "attention_mask must be None with a context_group; leave the mask out and pad the "
-                "end of the row, where it changes nothing before it, or pack with cu_seqlens"
-            )
-        if self.context_group is not None and state is not None:
-            raise ValueError(
-                "state must be None with a context_group: a slice continues that of the rank "
-                "before; set context_group to None to continue from a state"
-            )
-        num = x.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, x)
-        if state is None:
-            return
-        expected = (num, self.num_heads * self.head_dim, self.conv_kernel - 1)
-        if state.conv.shape != expected:
-            raise ValueError(
-                f"state.conv must have shape {expected}, got {tuple(state.conv.shape)}; "
-                "is the state of another model or batch?"
-            )
+    def dynamics(self, dyn_logits: Tensor) -> Dynamics:
+        """Delta, alpha, lam (..., H) of outputs (..., K H) of dyn_proj, in float32 or wider.
+
+        Example: `mixer.dynamics(mixer.dyn_proj.bias)` is what a token of zeros chooses.
+        """
+        logits = dyn_logits.to(torch.promote_types(dyn_logits.dtype, torch.float32))
+        return split_dynamics(logits, self.dt_bias.to(logits), self.settings)
+
+    def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
+        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
+        parts = (self.in_proj, self.conv1d, self.dyn_proj, self.rw_proj, self.out_proj)
+        return (
+            x.shape[1] == 1
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(x.device.type)
+            and uses_triton(self.backend, x)
+            and uses_triton(norm.backend, x)
+            and self.settings.prior == "asymptotic"
+            and self.context_group is None
+            and all(_is_plain(part, x) for part in parts)
+            and not any(_is_watched(module) for module in (norm, self, self.out_norm, *parts))
+        )
+
+    def step_in_place(
+        self, x: Tensor, norm: RMSNorm, state: MixerState, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """x + mixer(norm(x)) for one token (B, 1, E); `state` becomes the next state.
+
+        Decoding waits for launches and for the weights to arrive, not for arithmetic: six kernels a
+        block, each weight read once. The general form is `forward`.
+        """
+        from flash_frac.ops.decode.triton import fused_control_step, fused_conv_step
+
+        hidden = x[:, 0]
+        mask = None if attention_mask is None else attention_mask[:, 0]
+        inner_x, gate = _linear(hidden, self.in_proj, norm).chunk(2, -1)
+        u = fused_conv_step(inner_x, self.conv1d.weight, self.conv1d.bias, state.conv, mask=mask)
+        gated = fused_control_step(
+            u.unflatten(-1, (self.num_heads, -1)),
+            _linear(inner_x, self.dyn_proj),
+            _linear(u, self.rw_proj),
+            self.dt_bias,
+            self.read_residual_logit,
+            self.write_residual_scale,
+            self.base_log_tau,
+            state.recurrent,
+            settings=self.settings,
+            gate=gate,
+            gate_bias=self.out_norm.gate_bias,
+            skip=self.D,
+            mask=mask,
+        )
+        return _linear(gated.flatten(1), self.out_proj, self.out_norm, hidden)[:, None]
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether something waits for this module to be called: a hook, or offloading."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+
+
+def _is_plain(module: nn.Module, x: Tensor) -> bool:
+    """Whether a layer is its weights and nothing else, such as an adapter."""
+    weight = module.weight
+    return (
+        type(module) in (nn.Linear, nn.Conv1d)
+        and isinstance(weight, Tensor)
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+    )
+
+
+def _linear(
+    x: Tensor, linear: nn.Linear, norm: RMSNorm | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """residual + linear(norm(x)) of vectors (B, E), without gradients."""
+    from flash_frac.ops.decode.triton import norm_linear
+
+    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return norm_linear(
+        x, linear.weight, linear.bias, norm_weight=norm_weight, eps=eps, residual=residual
+    )

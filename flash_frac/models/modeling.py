@@ -22,13 +22,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from flash_frac.layers import TIME_PARAMETERS, FracMixer, RMSNorm
-from flash_frac.layers.decode import step_in_place, steps_in_place
 from flash_frac.models.attention import AttentionBlock, AttentionInputs, FracRotaryEmbedding
 from flash_frac.models.cache import FracCache, read_state, write_state
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.inputs import check_inputs, local_mask, random_elapsed
 from flash_frac.ops import check_cu_seqlens
-from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
+from flash_frac.ops.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,10 +78,13 @@ class FracBlock(GradientCheckpointingLayer):
         elapsed: Tensor | None = None,
     ) -> Tensor:
         state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
-        alone = cu_seqlens is None and elapsed is None and self.mixer.context_group is None
-        alone = alone and steps_in_place(self.norm, self.mixer, hidden_states)
-        if alone and state is not None:
-            return step_in_place(self.norm, self.mixer, hidden_states, state, attention_mask)
+        if (
+            state is not None
+            and cu_seqlens is None
+            and elapsed is None
+            and self.mixer.steps_in_place(hidden_states, self.norm)
+        ):
+            return self.mixer.step_in_place(hidden_states, self.norm, state, attention_mask)
         mixed, state = self.mixer(
             self.norm(hidden_states),
             state=state,

@@ -1,16 +1,11 @@
-"""Pure functions of tensors: the scan, its one-token step, and the controls that feed it."""
+"""Pure functions of tensors, one folder an operator: scan, controls, convolution, norm, decoding.
 
-from flash_frac.ops.api import (
-    BACKENDS,
-    Backend,
-    ScanOutput,
-    check_cu_seqlens,
-    frac_scan,
-    frac_step,
-    resolve_backend,
-    uses_triton,
-)
-from flash_frac.ops.control import (
+`backends` decides which implementation of an operator runs.
+"""
+
+from flash_frac.ops.backends import BACKENDS, Backend, resolve_backend, uses_triton
+from flash_frac.ops.control.api import controls_from_logits
+from flash_frac.ops.control.reference import (
     Controls,
     ControlSettings,
     Dynamics,
@@ -20,22 +15,32 @@ from flash_frac.ops.control import (
     log_prior,
     mode_log_decay,
 )
+from flash_frac.ops.conv.api import ConvOutput, causal_conv
+from flash_frac.ops.norm.api import gated_norm, norm
+from flash_frac.ops.norm.reference import rms_norm
+from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, frac_scan, frac_step
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "ControlSettings",
     "Controls",
+    "ConvOutput",
     "Dynamics",
     "ScanOutput",
+    "causal_conv",
     "check_cu_seqlens",
     "controls",
+    "controls_from_logits",
     "dilate",
     "dynamics",
     "frac_scan",
     "frac_step",
+    "gated_norm",
     "log_prior",
     "mode_log_decay",
+    "norm",
     "resolve_backend",
+    "rms_norm",
     "uses_triton",
 ]

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_frac.ops.api import ScanOutput, _check_inputs, check_cu_seqlens, frac_scan
+from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, check_scan_inputs, frac_scan
 
 if TYPE_CHECKING:
     # Builds of torch without distributed have the module, but nothing in it.
@@ -71,13 +71,13 @@ def sharded_scan(
         >>> mine = [x.chunk(group.size(), 1)[group.rank()] for x in (u, read, write, log_decay)]
         >>> y, state = sharded_scan(*mine, group=group)
     """
-    _check_inputs(u, read, write, log_decay, ("B", "T", "H", "D"))
+    check_scan_inputs(u, read, write, log_decay, ("B", "T", "H", "D"))
     if u.shape[1] == 0:
         # The outputs of other ranks would wait for a gradient that no output here can carry.
         raise ValueError("u must hold at least one token; cut the row into fewer slices")
     start = _last_start(cu_seqlens, u)
     rank = _rank(group)
-    added, kept = _SliceSummary.apply(u, write, log_decay, start)
+    added, kept = summarize(u, write, log_decay, start)
     # (n, B, H, M, D + 1): one exchange serves both.
     slices = _AllGather.apply(torch.cat([added, kept[..., None]], -1), group)
     # An empty sum and not zeros, because the exchange must be in the graph of rank 0 too.
@@ -93,6 +93,18 @@ def sharded_scan(
         cu_seqlens=cu_seqlens,
         backend=backend,
     )
+
+
+def summarize(
+    u: Tensor, write: Tensor, log_decay: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """F (B, H, M, D) and P (B, H, M): a state S before the tokens becomes P S + F after them.
+
+    Args:
+        u: (B, T, H, D); write, log_decay: (B, T, H, M), as in `frac_scan`.
+        start: where the last sequence of a packed row begins; P is then 0, and F is its own.
+    """
+    return _SliceSummary.apply(u, write, log_decay, start)
 
 
 def window_before(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_frac.ops.control import Dynamics, mode_log_decay
+from flash_frac.ops.control.reference import Dynamics, mode_log_decay
 
 
 class ScanInputs(NamedTuple):

@@ -19,7 +19,7 @@ from flash_frac.layers import FracMixer, MixerState
 from flash_frac.models import FracCache, FracForCausalLM
 from flash_frac.models.cache import AttentionMemory, read_state, write_state
 from flash_frac.models.modeling import FracBlock
-from flash_frac.ops.control import dynamics, mode_log_decay
+from flash_frac.ops import dynamics, mode_log_decay
 from flash_frac.stream.text import TextTail
 
 # Tokens are read in pieces of so many, in memory that does not grow with their number.

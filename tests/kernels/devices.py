@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_frac.ops.triton.launch import INTERPRETED
+from flash_frac.ops.arithmetic import INTERPRETED
 
 if INTERPRETED:
     DEVICE, DTYPES = "cpu", [torch.float32]  # the interpreter computes nothing else rightly

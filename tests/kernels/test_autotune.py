@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from flash_frac.ops.triton.autotune import autotune, improve
 from flash_frac.ops.triton.tuning import CHOSEN, DEFAULT, Walk, tuning_for
 

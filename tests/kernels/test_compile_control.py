@@ -1,11 +1,11 @@
 """The kernels of the controls compile for the GPUs we name, without one being here."""
 
 import pytest
+from flash_frac.ops.triton.control import control_backward_kernel, control_forward_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from flash_frac.ops.triton.control import control_backward_kernel, control_forward_kernel
-from flash_frac.ops.triton.launch import INTERPRETED
+from flash_frac.ops.arithmetic import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 

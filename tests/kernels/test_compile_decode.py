@@ -2,14 +2,14 @@
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from flash_frac.ops.control import ControlSettings
 from flash_frac.ops.triton.control import control_constants
 from flash_frac.ops.triton.decode import control_step_kernel, conv_step_kernel
 from flash_frac.ops.triton.gemv import gemv_kernel
-from flash_frac.ops.triton.launch import INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flash_frac.ops import ControlSettings
+from flash_frac.ops.arithmetic import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 

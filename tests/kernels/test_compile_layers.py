@@ -2,9 +2,9 @@
 
 import pytest
 import triton
-
 from flash_frac.ops.triton import conv, norm
-from flash_frac.ops.triton.launch import INTERPRETED
+
+from flash_frac.ops.arithmetic import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 

@@ -2,12 +2,12 @@
 
 import pytest
 import triton
+from flash_frac.ops.triton import mix, step, walk
+from flash_frac.ops.triton.chunks import CHUNK, LEVELS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flash_frac.ops.triton import mix, step, walk
-from flash_frac.ops.triton.chunks import CHUNK, LEVELS
-from flash_frac.ops.triton.launch import INTERPRETED
+from flash_frac.ops.arithmetic import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
 

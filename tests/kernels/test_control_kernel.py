@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
-from flash_frac.ops import ControlSettings, controls
 from flash_frac.ops.custom_ops.control import _control, fused_controls
 from flash_frac.ops.triton.exponential import expm1, log
+
+from flash_frac.ops import ControlSettings, controls
 from tests.kernels.devices import DEVICE, DTYPES
 
 SWITCHES = {

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-from flash_frac.layers.conv import causal_conv
 from flash_frac.ops.custom_ops import conv as ops
 from flash_frac.ops.custom_ops.conv import fused_causal_conv
+
+from flash_frac.ops import causal_conv
 from flash_frac.ops.testing import relative_error
 from tests.kernels.devices import DEVICE, DTYPES
 

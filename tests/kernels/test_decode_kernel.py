@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from flash_frac.layers.conv import causal_conv
-from flash_frac.ops import ControlSettings, frac_scan, frac_step
 from flash_frac.ops.custom_ops import decode as ops
 from flash_frac.ops.custom_ops.control import pack_settings
 from flash_frac.ops.custom_ops.decode import fused_control_step, fused_conv_step
+
+from flash_frac.ops import ControlSettings, causal_conv, frac_scan, frac_step
 from flash_frac.ops.testing import relative_error
 from tests.kernels.devices import DEVICE, DTYPES
 from tests.kernels.test_control_kernel import SWITCHES, random_inputs, torch_form

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from flash_frac.ops.custom_ops.decode import MOST_VECTORS, _norm_linear, fused_norm_linear
 
 from flash_frac.layers import rms_norm
-from flash_frac.ops.custom_ops.decode import MOST_VECTORS, _norm_linear, fused_norm_linear
 from flash_frac.ops.testing import relative_error
 from tests.kernels.devices import DEVICE, DTYPES
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from flash_frac.layers.norm import rms_norm
 from flash_frac.ops.custom_ops import norm as ops
 from flash_frac.ops.custom_ops.norm import (
     fused_add_rms_norm,
     fused_gated_rms_norm,
     fused_rms_norm,
 )
+
+from flash_frac.ops import rms_norm
 from flash_frac.ops.testing import relative_error
 from tests.kernels.devices import DEVICE, DTYPES
 

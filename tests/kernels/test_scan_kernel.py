@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flash_frac.ops import frac_scan, frac_step, resolve_backend
+from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.testing import random_inputs, relative_error
-from flash_frac.ops.triton.launch import INTERPRETED
 from tests.kernels.devices import DEVICE, DTYPES
 
 NAMES = ("y", "state", "du", "dread", "dwrite", "dlog_decay", "dinitial")

@@ -1,4 +1,4 @@
-"""Hybrid models in use: generation, streams, surgery, and what the page on them says."""
+"""Hybrid models in use: generation, streams, regridding, and what the page on them says."""
 
 import re
 from pathlib import Path

@@ -5,9 +5,16 @@ import math
 import pytest
 import torch
 
-from flash_frac.ops import ControlSettings, controls, dynamics, frac_scan, log_prior, mode_log_decay
-from flash_frac.ops.control import Dynamics
-from flash_frac.ops.reference import expm1
+from flash_frac.ops import (
+    ControlSettings,
+    Dynamics,
+    controls,
+    dynamics,
+    frac_scan,
+    log_prior,
+    mode_log_decay,
+)
+from flash_frac.ops.scan.reference import expm1
 from flash_frac.theory import bin_masses, geometric_bank, named_bank, relaxation
 
 LOG_TAU = torch.tensor(geometric_bank(16)).log()

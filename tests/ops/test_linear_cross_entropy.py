@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_frac.ops.linear_cross_entropy import _summed_loss, linear_cross_entropy
+from flash_frac.ops.loss import _summed_loss, linear_cross_entropy
 
 VOCAB, WIDTH = 37, 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -192,7 +192,7 @@ def test_operator_is_registered_well(need):
 PEAK = """
 from pathlib import Path
 import torch
-from flash_frac.ops.linear_cross_entropy import linear_cross_entropy
+from flash_frac.ops.loss import linear_cross_entropy
 
 def mib(field):
     lines = Path("/proc/self/status").read_text().splitlines()

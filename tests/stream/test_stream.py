@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import flash_frac.stream.state
-from flash_frac.layers.conv import causal_conv
-from flash_frac.ops import frac_scan
+from flash_frac.ops import causal_conv, frac_scan
 from flash_frac.stream import FracStream
 from tests.models.conftest import make_model
 from tests.stream.conftest import assert_holds, assert_same, take, tensors

@@ -1,0 +1,58 @@
+"""What a FracMixer can take; errors name the argument, what came and the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flash_frac.layers.state import MixerState
+from flash_frac.ops import check_cu_seqlens
+
+if TYPE_CHECKING:
+    from flash_frac.layers.mixer import FracMixer
+
+
+def check_inputs(
+    mixer: FracMixer,
+    x: Tensor,
+    state: MixerState | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    elapsed: Tensor | None,
+) -> None:
+    """ValueError unless the arguments of `FracMixer.forward` fit the mixer and each other."""
+    if x.ndim != 3 or x.shape[-1] != mixer.hidden_size:
+        raise ValueError(f"x must have shape (B, T, {mixer.hidden_size}), got {tuple(x.shape)}")
+    if attention_mask is not None and cu_seqlens is not None:
+        raise ValueError(
+            "attention_mask and cu_seqlens exclude each other: packed rows need no mask"
+        )
+    if attention_mask is not None and attention_mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask must have shape {tuple(x.shape[:2])}, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    if elapsed is not None and elapsed.shape != x.shape[:2]:
+        raise ValueError(
+            f"elapsed must have shape {tuple(x.shape[:2])}, got {tuple(elapsed.shape)}"
+        )
+    if mixer.context_group is not None and attention_mask is not None:
+        raise ValueError(
+            "attention_mask must be None with a context_group; leave the mask out and pad the "
+            "end of the row, where it changes nothing before it, or pack with cu_seqlens"
+        )
+    if mixer.context_group is not None and state is not None:
+        raise ValueError(
+            "state must be None with a context_group: a slice continues that of the rank "
+            "before; set context_group to None to continue from a state"
+        )
+    num = x.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, x)
+    if state is None:
+        return
+    expected = (num, mixer.num_heads * mixer.head_dim, mixer.conv_kernel - 1)
+    if state.conv.shape != expected:
+        raise ValueError(
+            f"state.conv must have shape {expected}, got {tuple(state.conv.shape)}; "
+            "is the state of another model or batch?"
+        )

@@ -1,0 +1,347 @@
+"""Which implementation of an operator runs, and with which launch parameters.
+
+`BACKENDS` is the table: a row is a backend, a column an operator. `choose` is the one place that
+decides. A backend that is asked for by name runs or raises; "auto" takes the first of `AUTO_ORDER`
+that can run, and says at level DEBUG of the logger "flash_frac.ops" which one that was, and why.
+`Operator` registers a kernel with torch.library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops.control.reference import torch_controls
+from flash_frac.ops.conv.reference import torch_conv
+from flash_frac.ops.norm.reference import torch_gated_norm, torch_norm
+from flash_frac.ops.scan.chunk import chunk_scan
+from flash_frac.ops.scan.reference import recurrent_scan, step
+
+logger = logging.getLogger("flash_frac.ops")
+# Asked once, because torch.compile does not follow such questions.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+# Limits of the Triton kernels: taps of a convolution (Triton 3.4 does not compile one tap), and
+# the width of a row that a program of the norm holds in registers.
+FEWEST_TAPS, MOST_TAPS, MOST_WIDTH = 2, 8, 8192
+
+
+class Backend(NamedTuple):
+    """One row of the table: an implementation of every operator.
+
+    Attributes:
+        scan, step: of `frac_scan` and `frac_step`.
+        refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
+        controls, conv, norm, gated_norm: of the operators around the scan; a backend that does not
+            have its own takes the plain-torch form.
+        limits: by operator, what else it refuses: called with the tensors that `choose` is given.
+    """
+
+    scan: Callable[..., tuple[Tensor, Tensor]]
+    step: Callable[..., tuple[Tensor, Tensor]]
+    refusal: Callable[[Tensor], str | None]
+    controls: Callable[..., Any] = torch_controls
+    conv: Callable[..., tuple[Tensor, Tensor]] = torch_conv
+    norm: Callable[..., Tensor] = torch_norm
+    gated_norm: Callable[..., Tensor] = torch_gated_norm
+    limits: Mapping[str, Callable[..., str | None]] = {}
+
+
+OPERATORS = ("scan", "step", "controls", "conv", "norm", "gated_norm")
+
+
+def _runs_anywhere(x: Tensor) -> None:
+    return None
+
+
+def triton_refusal(x: Tensor) -> str | None:
+    """Why a Triton kernel cannot run on tensors like x, or None."""
+    # Asked before triton is imported, which takes a second that a CPU does not need.
+    if x.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        return "Triton kernels need CUDA tensors, got cpu"
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    if _is_interpreted():
+        # Its bfloat16 is silently wrong, and its float16 untested.
+        return None if x.dtype == torch.float32 else "the Triton interpreter computes float32 only"
+    if x.device.type != "cuda":
+        return f"Triton kernels need CUDA tensors, got {x.device}"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"Triton kernels compute bfloat16, float16 and float32, got {x.dtype}"
+    return None
+
+
+def _is_interpreted() -> bool:
+    from flash_frac.ops.arithmetic import INTERPRETED
+
+    return INTERPRETED
+
+
+def _conv_limit(x: Tensor, weight: Tensor) -> str | None:
+    taps = weight.shape[-1]
+    if FEWEST_TAPS <= taps <= MOST_TAPS:
+        return None
+    return f"the convolution's kernel takes {FEWEST_TAPS} to {MOST_TAPS} taps, got {taps}"
+
+
+def _norm_limit(x: Tensor) -> str | None:
+    width = x.shape[-1]
+    return None if width <= MOST_WIDTH else f"the norm takes rows up to {MOST_WIDTH}, got {width}"
+
+
+def _triton_scan(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.scan.triton import triton_scan
+
+    return triton_scan(*arguments)
+
+
+def _triton_step(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.scan.step import triton_step
+
+    return triton_step(*arguments)
+
+
+def _triton_controls(*arguments: Any) -> Any:
+    from flash_frac.ops.control.triton import triton_controls
+
+    return triton_controls(*arguments)
+
+
+def _triton_conv(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.conv.triton import triton_conv
+
+    return triton_conv(*arguments)
+
+
+def _triton_norm(*arguments: Any) -> Tensor:
+    from flash_frac.ops.norm.triton import triton_norm
+
+    return triton_norm(*arguments)
+
+
+def _triton_gated_norm(*arguments: Any) -> Tensor:
+    from flash_frac.ops.norm.triton import triton_gated_norm
+
+    return triton_gated_norm(*arguments)
+
+
+BACKENDS: dict[str, Backend] = {
+    "triton": Backend(
+        scan=_triton_scan,
+        step=_triton_step,
+        refusal=triton_refusal,
+        controls=_triton_controls,
+        conv=_triton_conv,
+        norm=_triton_norm,
+        gated_norm=_triton_gated_norm,
+        limits={"conv": _conv_limit, "norm": _norm_limit, "gated_norm": _norm_limit},
+    ),
+    "recurrent": Backend(scan=recurrent_scan, step=step, refusal=_runs_anywhere),
+    "torch": Backend(scan=chunk_scan, step=step, refusal=_runs_anywhere),
+}
+# "auto" takes the first of these that is in the table and can run.
+AUTO_ORDER = ("triton", "torch")
+
+
+def resolve_backend(backend: str, x: Tensor, operator: str = "scan", *facts: Tensor) -> str:
+    """The name of the backend that `backend` stands for on inputs like x; ValueError if none.
+
+    Args:
+        backend: "auto", or a name in `BACKENDS`.
+        x: the tensor that device and dtype are taken from.
+        operator: a column of `BACKENDS`.
+        facts: further tensors, for the backend's limit on this operator.
+
+    Example: `resolve_backend("auto", u)` is "triton" on a GPU.
+    """
+    if backend == "auto":
+        refused = []
+        for name in AUTO_ORDER:
+            reason = _refusal(name, x, operator, facts) if name in BACKENDS else "not in BACKENDS"
+            if reason is None:
+                if not torch.compiler.is_compiling():
+                    _log_choice(operator, name, *refused)
+                return name
+            refused.append(f"{name}: {reason}")
+    if backend not in BACKENDS:
+        names = ", ".join(repr(name) for name in ("auto", *BACKENDS))
+        raise ValueError(f"backend must be one of {names}, got {backend!r}")
+    if reason := _refusal(backend, x, operator, facts):
+        raise ValueError(
+            f"backend {backend!r} cannot run here: {reason}; use backend='auto' or 'torch'"
+        )
+    return backend
+
+
+def _refusal(name: str, x: Tensor, operator: str, facts: Sequence[Tensor]) -> str | None:
+    row = BACKENDS[name]
+    reason = row.refusal(x)
+    if reason is None and operator in row.limits:
+        reason = row.limits[operator](x, *facts)
+    return reason
+
+
+@cache
+def _log_choice(operator: str, name: str, *refused: str) -> None:
+    """Once for each choice and reason: a model makes thousands of the same."""
+    reasons = f" ({'; '.join(refused)})" if refused else ""
+    logger.debug("auto runs %s on %s%s", operator, name, reasons)
+
+
+def choose(operator: str, backend: str, x: Tensor, *facts: Tensor) -> Callable[..., Any]:
+    """The implementation of an operator, for inputs like x; ValueError if there is none.
+
+    Example: `choose("conv", "auto", x, weight)`
+    """
+    name = resolve_backend(backend, x, operator, *facts)
+    # A kernel needs at least one program: without elements the plain form gives the empty result.
+    if x.numel() == 0 and operator not in ("scan", "step"):
+        name = "torch"
+    return getattr(BACKENDS[name], operator)
+
+
+def uses_triton(backend: str, x: Tensor) -> bool:
+    """Whether Triton kernels run on tensors like x, of which there must be an element."""
+    return resolve_backend(backend, x) == "triton" and x.numel() > 0
+
+
+class Walk(NamedTuple):
+    """Launch parameters of one kernel that walks along chunks (`ops/scan/walk.py`)."""
+
+    channels: int
+    warps: int
+    stages: int
+
+
+class Tuning(NamedTuple):
+    """Launch parameters of the scan, measured ahead: nothing is tuned unless `autotune` is asked.
+
+    Attributes:
+        programs: how many programs the walks are cut into, roughly.
+        mix_warps, mix_backward_warps: of the kernels in `ops/scan/mix.py`.
+        states, output, gradient: of the three walks.
+    """
+
+    programs: int
+    mix_warps: int
+    mix_backward_warps: int
+    states: Walk
+    output: Walk
+    gradient: Walk
+
+
+# Hopper with 16-bit inputs, measured on an H200.
+HOPPER = Tuning(
+    programs=512,
+    mix_warps=1,
+    mix_backward_warps=2,
+    states=Walk(channels=128, warps=4, stages=2),
+    output=Walk(channels=256, warps=4, stages=3),
+    gradient=Walk(channels=128, warps=4, stages=3),
+)
+# Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
+DEFAULT = Tuning(
+    programs=512,
+    mix_warps=1,
+    mix_backward_warps=2,
+    states=Walk(channels=64, warps=4, stages=2),
+    output=Walk(channels=64, warps=4, stages=2),
+    gradient=Walk(channels=64, warps=4, stages=1),
+)
+# float32 multiplies in full precision, without tensor cores.
+_FLOAT32_WALK = Walk(channels=32, warps=4, stages=1)
+FLOAT32 = Tuning(
+    programs=512,
+    mix_warps=2,
+    mix_backward_warps=2,
+    states=_FLOAT32_WALK,
+    output=_FLOAT32_WALK,
+    gradient=_FLOAT32_WALK,
+)
+# What `ops/scan/autotune.py` has found, in this process.
+TUNED: dict[tuple[torch.dtype, torch.device], Tuning] = {}
+
+
+def tuning_for(dtype: torch.dtype, device: torch.device) -> Tuning:
+    """The launch parameters of the scan for tensors of this dtype on this device."""
+    if (dtype, device) in TUNED:
+        return TUNED[dtype, device]
+    if dtype == torch.float32:
+        return FLOAT32
+    if device.type == "cuda" and _capability(device) == (9, 0):
+        return HOPPER
+    return DEFAULT
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+class Operator:
+    """`flash_frac::name` of torch.library, computed by `kernel`, whose first argument is a tensor.
+
+    In eager mode the way through torch's dispatcher takes longer than a launch, so plain tensors
+    meet the kernel directly. Compilers, tensor subclasses, transforms of torch.func and dispatch
+    modes (FLOP counters, selective activation checkpointing) see the registered operator.
+
+    Attributes:
+        registered: the operator of torch.library.
+    """
+
+    def __init__(self, name: str, kernel: Callable[..., Any], mutates: Sequence[str]) -> None:
+        self.kernel = kernel
+        self.registered = torch.library.custom_op(
+            f"flash_frac::{name}", kernel, mutates_args=mutates
+        )
+        self._name, self._function = name, None
+        self.__doc__ = kernel.__doc__
+
+    def register_fake(self, fake: Callable[..., Any]) -> None:
+        """Shapes and dtypes of the results."""
+        self.registered.register_fake(fake)
+
+    def register_flops(self, count: Callable[..., int]) -> None:
+        """What torch.utils.flop_counter counts, from the arguments with shapes for tensors."""
+        from torch.utils.flop_counter import register_flop_formula
+
+        register_flop_formula(getattr(torch.ops.flash_frac, self._name))(count)
+
+    def register_autograd(
+        self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]
+    ) -> None:
+        """As in torch.library: what to keep, and the gradients of all arguments."""
+        self.registered.register_autograd(gradients, setup_context=setup_context)
+
+        # A setup_context of its own would have torch inspect the signature at every call.
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = self.kernel(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        self._function: Any = type(self._name, (torch.autograd.Function,), members)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or type(arguments[0]) is not Tensor
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._are_functorch_transforms_active()
+        ):
+            return self.registered(*arguments)
+        if self._function is not None and torch.is_grad_enabled():
+            return self._function.apply(*arguments)
+        return self.kernel(*arguments)
+
+
+def operator(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable], Operator]:
+    """Register the decorated function; `mutates` names the arguments that it writes to."""
+    return lambda kernel: Operator(name, kernel, mutates)

@@ -1,0 +1,1 @@
+"""From raw logits to the inputs of the scan. Not `controls`, which is a function of `ops`."""

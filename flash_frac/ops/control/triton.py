@@ -1,0 +1,214 @@
+"""The Triton backend of the controls: operators of torch.library and the launches behind them.
+
+Letters: B batch, T time, H heads, M modes, K = 3 dynamics logits a head (2 with a fixed alpha).
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops.arithmetic import block_size, ceil_div
+from flash_frac.ops.backends import operator
+from flash_frac.ops.control.kernels import (
+    ControlGradients,
+    ControlOutputs,
+    Ranges,
+    control_backward_kernel,
+    control_forward_kernel,
+)
+from flash_frac.ops.control.reference import (
+    MOST_DECAY,
+    ControlInputs,
+    Controls,
+    ControlSettings,
+    log_prior,
+    split_dynamics,
+)
+
+# Rows times modes of a program, the most rows and the most heads among them. One warp, because with
+# 16 values a thread hardly two threads repeat the work of a row, and no reduction needs a barrier.
+TILE, MOST_ROWS, MOST_HEADS, NUM_WARPS = 512, 128, 16, 1
+
+
+def triton_controls(inputs: ControlInputs, settings: ControlSettings) -> Controls:
+    """Backend "triton" of `controls_from_logits`, computed in float32."""
+    log_tau, prior, mask = inputs.log_tau.float(), None, inputs.mask
+    if settings.prior == "exact" and (settings.read_prior or settings.write_prior):
+        # Left to torch, because Triton has no atan2.
+        alpha = split_dynamics(inputs.dyn.float(), inputs.dt_bias, settings).alpha
+        prior = log_prior(alpha, log_tau, "exact").contiguous()
+    return Controls(
+        *control_op(
+            inputs.dyn.contiguous(),
+            inputs.rw.contiguous(),
+            inputs.dt_bias.float().contiguous(),
+            inputs.read_gate.float(),
+            inputs.write_gate.float(),
+            log_tau.contiguous(),
+            prior,
+            None if mask is None else mask.contiguous(),
+            *kernel_settings(settings),
+        )
+    )
+
+
+@lru_cache(maxsize=64)
+def kernel_settings(settings: ControlSettings) -> tuple[Any, ...]:
+    """The settings as operators and kernels take them, less the prior: ranges and switches."""
+    s, free = settings, settings.alpha_fixed is None
+    ranges = Ranges(
+        dt_min=s.dt_min,
+        dt_max=s.dt_max,
+        alpha_min=s.alpha_min if free else s.alpha_fixed,  # pyright: ignore[reportArgumentType]
+        alpha_span=s.alpha_max - s.alpha_min,
+        lambda_min=s.lambda_min,
+        lambda_max=s.lambda_max,
+        lambda_span=s.lambda_max - s.lambda_min,
+        log_rho_min=math.log(s.rho_eps) if s.rho_eps else MOST_DECAY,
+        log_rho_max=math.log1p(-s.rho_eps),
+    )
+    switches = (s.lambda_map, s.read_prior, s.write_prior, s.normalization, s.beta)
+    return (list(ranges), 3 if free else 2, *switches)
+
+
+def kernel_options(num_dynamics: int, *switches: Any) -> dict[str, Any]:
+    """The constants that `kernel_settings` stands for, by name."""
+    names = ("LAMBDA", "READ_PRIOR", "WRITE_PRIOR", "NORMALIZATION", "BETA")
+    return {"K": num_dynamics, **dict(zip(names, switches, strict=True))}
+
+
+def _launch(inputs: ControlInputs) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid, and sizes and launch options of both kernels."""
+    num_tokens = inputs.rw.shape[0] * inputs.rw.shape[1]
+    num_heads, num_modes = inputs.dt_bias.shape[0], inputs.log_tau.shape[0]
+    modes_block = block_size(num_modes, smallest=1)
+    num_rows = min(max(TILE // modes_block, 1), MOST_ROWS)
+    heads_block = min(block_size(num_heads, smallest=1), num_rows, MOST_HEADS)
+    tokens_block = num_rows // heads_block
+    grid = (ceil_div(num_tokens, tokens_block), ceil_div(num_heads, heads_block))
+    sizes = {"T": num_tokens, "H": num_heads, "M": num_modes}
+    blocks = {"BT": tokens_block, "BH": heads_block, "BM": modes_block}
+    return grid, {**sizes, **blocks, "num_warps": NUM_WARPS}
+
+
+@operator("control")
+def control_op(
+    dyn: Tensor,
+    rw: Tensor,
+    dt_bias: Tensor,
+    read_gate: Tensor,
+    write_gate: Tensor,
+    log_tau: Tensor,
+    prior: Tensor | None,
+    mask: Tensor | None,
+    ranges: Sequence[float],
+    num_dynamics: int,
+    lambda_map: str,
+    read_prior: bool,
+    write_prior: bool,
+    normalization: str,
+    beta: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """read, write and log_decay (B, T, H, M), float32."""
+    inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
+    shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[0])
+    outputs = ControlOutputs(*(rw.new_empty(shape, dtype=torch.float32) for _ in range(3)))
+    switches = (lambda_map, read_prior, write_prior, normalization, beta)
+    grid, options = _launch(inputs)
+    with torch.cuda.device_of(rw):
+        control_forward_kernel[grid](
+            inputs, outputs, Ranges(*ranges), **options, **kernel_options(num_dynamics, *switches)
+        )
+    return tuple(outputs)  # pyright: ignore[reportReturnType]
+
+
+@control_op.register_fake
+def _(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask, *settings):
+    shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[0])
+    return tuple(rw.new_empty(shape, dtype=torch.float32) for _ in range(3))
+
+
+@operator("control_backward")
+def control_backward_op(
+    dread: Tensor,
+    dwrite: Tensor,
+    dlog_decay: Tensor,
+    dyn: Tensor,
+    rw: Tensor,
+    dt_bias: Tensor,
+    read_gate: Tensor,
+    write_gate: Tensor,
+    log_tau: Tensor,
+    prior: Tensor | None,
+    mask: Tensor | None,
+    ranges: Sequence[float],
+    num_dynamics: int,
+    lambda_map: str,
+    read_prior: bool,
+    write_prior: bool,
+    normalization: str,
+    beta: str,
+    need_log_tau: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of dyn, rw, dt_bias, both gate logits, log_tau and prior, from those of the result.
+
+    That of both gates is one tensor (2,); those of log_tau not needed, and of no prior, are empty.
+    """
+    inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
+    switches = (lambda_map, read_prior, write_prior, normalization, beta)
+    grid, options = _launch(inputs)
+    num_programs, new = grid[0] * grid[1], log_tau.new_empty
+    gradients = ControlGradients(
+        dyn=torch.empty_like(dyn),
+        rw=torch.empty_like(rw),
+        prior=None if prior is None else torch.empty_like(prior),
+        dt_bias=new(grid[0], dt_bias.shape[0]),
+        gates=new(num_programs, 2),
+        log_tau=new(num_programs, log_tau.shape[0]) if need_log_tau else None,
+    )
+    with torch.cuda.device_of(rw):
+        control_backward_kernel[grid](
+            inputs,
+            ControlOutputs(dread.contiguous(), dwrite.contiguous(), dlog_decay.contiguous()),
+            gradients,
+            Ranges(*ranges),
+            **options,
+            **kernel_options(num_dynamics, *switches),
+        )
+    dlog_tau = new(0) if gradients.log_tau is None else gradients.log_tau.sum(0)
+    dprior = new(0) if gradients.prior is None else gradients.prior
+    sums = (gradients.dt_bias.sum(0), gradients.gates.sum(0))
+    return gradients.dyn, gradients.rw, *sums, dlog_tau, dprior
+
+
+@control_backward_op.register_fake
+def _(
+    dread, dwrite, dlog_decay, dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask, *rest
+):
+    dlog_tau = torch.empty_like(log_tau) if rest[-1] else log_tau.new_empty(0)
+    dprior = log_tau.new_empty(0) if prior is None else torch.empty_like(prior)
+    gradients = (torch.empty_like(x) for x in (dyn, rw, dt_bias))
+    return *gradients, log_tau.new_empty(2), dlog_tau, dprior
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.settings = inputs[8:]
+
+
+def _gradients(ctx, dread, dwrite, dlog_decay):
+    need_log_tau, has_prior = ctx.needs_input_grad[5], ctx.saved_tensors[6] is not None
+    ddyn, drw, dbias, dgates, dlog_tau, dprior = control_backward_op(
+        dread, dwrite, dlog_decay, *ctx.saved_tensors, *ctx.settings, need_log_tau
+    )
+    dlog_tau = dlog_tau if need_log_tau else None
+    dprior = dprior if has_prior else None
+    gradients = (ddyn, drw, dbias, dgates[:1], dgates[1:], dlog_tau, dprior)
+    return *gradients, None, *(None for _ in ctx.settings)
+
+
+control_op.register_autograd(_gradients, setup_context=_save)

@@ -1,1 +1,0 @@
-"""Kernels as operators of torch.library, with fake kernels and gradients."""

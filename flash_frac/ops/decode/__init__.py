@@ -1,0 +1,1 @@
+"""One token at a time, its states updated in place: Triton kernels without gradients."""

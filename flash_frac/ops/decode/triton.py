@@ -1,0 +1,284 @@
+"""Operators for decoding, on Triton alone and without gradients.
+
+Convolution and scan of one token, which update their states in place, and a linear layer on a few
+vectors.
+
+Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps, E inputs, O
+outputs of a linear layer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_frac.ops.arithmetic import block_size, ceil_div
+from flash_frac.ops.backends import operator, triton_refusal
+from flash_frac.ops.control.kernels import Ranges
+from flash_frac.ops.control.reference import ControlInputs, ControlSettings, num_dynamics
+from flash_frac.ops.control.triton import kernel_options, kernel_settings
+from flash_frac.ops.decode.kernels import (
+    GateInputs,
+    control_step_kernel,
+    conv_step_kernel,
+    gemv_kernel,
+)
+from flash_frac.ops.norm.triton import triton_norm
+
+# Channels of a program. Few, so that a single sequence still occupies many processors.
+CONV_CHANNELS, STATE_CHANNELS = 128, 64
+# Beyond this number of vectors the matrix units win.
+MOST_VECTORS = 4
+# Elements of a matrix that a program has in flight, and the most of them along a row.
+GEMV_TILE, LONGEST_ROW = 8192, 2048
+
+
+def fused_conv_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    *,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """silu of the convolution at one token, which then enters the window; it has no gradient.
+
+    Args:
+        x: (B, I), its last axis contiguous: half of a (B, 2 I) projection will do.
+        weight: (I, 1, K), the last tap for this token; bias: (I,) or None.
+        window: (B, I, K - 1) inputs before it, contiguous; overwritten.
+        mask: (B,), 0 at padding, which leaves the window as it is.
+
+    Returns:
+        u (B, I), like x.
+    """
+    (batch, channels), taps = x.shape, weight.shape[-1]
+    shapes = [("weight", weight, (channels, 1, taps)), ("bias", bias, (channels,))]
+    shapes += [("window", window, (batch, channels, taps - 1)), ("mask", mask, (batch,))]
+    _check("fused_conv_step", x, shapes)
+    return conv_step_op(x, weight, bias, window, None if mask is None else mask.contiguous())
+
+
+def fused_control_step(
+    u: Tensor,
+    dyn_logits: Tensor,
+    rw_logits: Tensor,
+    dt_bias: Tensor,
+    read_gate_logit: Tensor,
+    write_gate_logit: Tensor,
+    log_tau: Tensor,
+    state: Tensor,
+    *,
+    settings: ControlSettings,
+    mask: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_bias: float = 0.0,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """Controls and `frac_step` of one token, and what follows; it has no gradient.
+
+    Args:
+        u: (B, H, D), contiguous.
+        dyn_logits (B, 3 H), or 2 H with a fixed alpha; rw_logits (B, 2 H M); dt_bias (H,), gate
+            logits (1,) and log_tau (M,), all as in `controls_from_logits`.
+        state: (B, H, M, D) float32, contiguous; overwritten.
+        settings: with the asymptotic prior.
+        mask: (B,), 0 at padding, which leaves the state as it is.
+        gate: (B, H D), its last axis contiguous; None for y alone. gate_bias is added to it.
+        skip: (H, D) of the direct term, if there is a gate; None for none.
+
+    Returns:
+        y, or (y + skip u) silu(gate + gate_bias) with a gate; (B, H, D), like u.
+    """
+    if settings.prior != "asymptotic":
+        raise ValueError(
+            f"fused_control_step needs the asymptotic prior, got {settings.prior!r}; "
+            "use controls_from_logits and frac_step"
+        )
+    (batch, heads, channels), modes = u.shape, log_tau.shape[0]
+    shapes = [
+        ("u", u, (batch, heads, channels)),
+        ("dyn_logits", dyn_logits, (batch, num_dynamics(settings) * heads)),
+        ("rw_logits", rw_logits, (batch, 2 * heads * modes)),
+        ("dt_bias", dt_bias, (heads,)),
+        ("read_gate_logit", read_gate_logit, (1,)),
+        ("write_gate_logit", write_gate_logit, (1,)),
+        ("log_tau", log_tau, (modes,)),
+        ("state", state, (batch, heads, modes, channels)),
+        ("mask", mask, (batch,)),
+        ("skip", skip, (heads, channels)),
+    ]
+    _check("fused_control_step", u.flatten(1), shapes)
+    if gate is not None and (gate.shape != (batch, heads * channels) or gate.stride(1) != 1):
+        raise ValueError(
+            f"gate must have shape {(batch, heads * channels)} and a contiguous last axis, "
+            f"got {tuple(gate.shape)} with strides {gate.stride()}"
+        )
+    times = (t.float() for t in (dt_bias, read_gate_logit, write_gate_logit, log_tau))
+    mask = None if mask is None else mask.contiguous()
+    inputs = (u, dyn_logits, rw_logits, *times, state, mask, gate, gate_bias, skip)
+    return control_step_op(*inputs, *kernel_settings(settings))
+
+
+def fused_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + weight RMSNorm(x) + bias, rounded once, at the end; it has no gradient.
+
+    Args:
+        x: (B, E), its last axis contiguous, at most MOST_VECTORS rows.
+        weight: (O, E), contiguous; bias: (O,) or None.
+        norm_weight: (E,) of the norm, with its eps; None for no norm.
+        residual: (B, O), contiguous, or None.
+
+    Returns:
+        (B, O), in the dtype of x.
+    """
+    if x.ndim != 2 or x.shape[0] > MOST_VECTORS:
+        raise ValueError(
+            f"x must be at most {MOST_VECTORS} vectors (B, E), got shape {tuple(x.shape)}"
+        )
+    (batch, size), num_outputs = x.shape, weight.shape[0]
+    shapes = [("weight", weight, (num_outputs, size)), ("bias", bias, (num_outputs,))]
+    shapes += [("norm_weight", norm_weight, (size,)), ("residual", residual, (batch, num_outputs))]
+    _check("fused_norm_linear", x, shapes)
+    return norm_linear_op(x, weight, bias, norm_weight, eps, residual)
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`fused_norm_linear` of any number of vectors: beyond MOST_VECTORS by the matrix units."""
+    if x.shape[0] <= MOST_VECTORS:
+        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual}
+        return fused_norm_linear(x, weight, bias, **options)
+    if norm_weight is not None:
+        x = triton_norm(x, norm_weight, eps)
+    if residual is not None and bias is None:
+        return torch.addmm(residual, x, weight.t())
+    y = F.linear(x, weight, bias)
+    return y if residual is None else residual + y
+
+
+def _check(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tuple]]) -> None:
+    if reason := triton_refusal(x):
+        raise ValueError(f"{function} cannot run here: {reason}")
+    if x.stride(1) != 1:
+        raise ValueError(f"x must be contiguous in its last axis, got strides {x.stride()}")
+    for name, tensor, shape in shapes:
+        if tensor is None:
+            continue
+        if tensor.shape != shape or not (tensor.is_contiguous() or name == "mask"):
+            raise ValueError(
+                f"{name} must have shape {tuple(shape)} and be contiguous, "
+                f"got {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, *(tensor for _, tensor, _ in shapes))
+    ):
+        raise ValueError(f"{function} has no gradient; call it under torch.no_grad()")
+
+
+@operator("conv_step", mutates=("window",))
+def conv_step_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, mask: Tensor | None
+) -> Tensor:
+    """u (B, I) like x, whose rows may be apart; the rest is contiguous."""
+    batch, channels = x.shape
+    u = x.new_empty(batch, channels)
+    with torch.cuda.device_of(x):
+        conv_step_kernel[(ceil_div(channels, CONV_CHANNELS), batch)](
+            x, weight, bias, window, mask, u, channels, x.stride(0),
+            K=weight.shape[-1], BI=CONV_CHANNELS, num_warps=1,
+        )  # fmt: skip
+    return u
+
+
+@conv_step_op.register_fake
+def _(x, weight, bias, window, mask):
+    return x.new_empty(x.shape)
+
+
+@operator("control_step", mutates=("state",))
+def control_step_op(
+    u: Tensor,
+    dyn: Tensor,
+    rw: Tensor,
+    dt_bias: Tensor,
+    read_gate: Tensor,
+    write_gate: Tensor,
+    log_tau: Tensor,
+    state: Tensor,
+    mask: Tensor | None,
+    gate: Tensor | None,
+    gate_bias: float,
+    skip: Tensor | None,
+    ranges: Sequence[float],
+    num_dynamics: int,
+    lambda_map: str,
+    read_prior: bool,
+    write_prior: bool,
+    normalization: str,
+    beta: str,
+) -> Tensor:
+    """y, or z with a gate, (B, H, D) like u. All contiguous, but rows of the gate may be apart."""
+    (batch, heads, channels), modes = u.shape, log_tau.shape[0]
+    y = torch.empty_like(u)
+    width = min(block_size(channels), STATE_CHANNELS)
+    inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, None, mask)
+    switches = (lambda_map, read_prior, write_prior, normalization, beta)
+    with torch.cuda.device_of(u):
+        control_step_kernel[(ceil_div(channels, width), heads, batch)](
+            u, inputs, state, GateInputs(gate, skip), y, Ranges(*ranges),
+            H=heads, M=modes, D=channels,
+            stride_gate=0 if gate is None else gate.stride(0), gate_bias=gate_bias,
+            **kernel_options(num_dynamics, *switches),
+            BM=block_size(modes, smallest=1), BD=width, num_warps=1,
+        )  # fmt: skip
+    return y
+
+
+@control_step_op.register_fake
+def _(u, *rest):
+    return torch.empty_like(u)
+
+
+@operator("norm_linear")
+def norm_linear_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+) -> Tensor:
+    """y (B, O) in the dtype of x, whose rows may be apart; the rest is contiguous."""
+    batch, (num_outputs, size) = x.shape[0], weight.shape
+    y = x.new_empty(batch, num_outputs)
+    length = min(block_size(size), LONGEST_ROW)
+    # Few outputs are spread over more programs, so that all processors read.
+    rows = GEMV_TILE // length if num_outputs >= 2048 else 1
+    with torch.cuda.device_of(x):
+        gemv_kernel[(batch, ceil_div(num_outputs, rows))](
+            x, norm_weight, weight, bias, residual, y, num_outputs,
+            E=size, stride_x=x.stride(0), eps=eps, BO=rows, BE=length, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+@norm_linear_op.register_fake
+def _(x, weight, bias, norm_weight, eps, residual):
+    return x.new_empty(x.shape[0], weight.shape[0])

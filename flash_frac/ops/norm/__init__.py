@@ -1,0 +1,1 @@
+"""Root-mean-square norms, plain and after a gate."""

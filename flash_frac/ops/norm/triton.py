@@ -1,0 +1,219 @@
+"""The Triton backend of the norms: operators of torch.library and the launches behind them.
+
+Letters: E width of a row, B batch, T time, H heads, D head channels, I = H D inner width.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops.arithmetic import block_size, ceil_div
+from flash_frac.ops.backends import operator
+from flash_frac.ops.norm.kernels import (
+    GatedGradients,
+    GatedInputs,
+    gated_norm_backward_kernel,
+    gated_norm_forward_kernel,
+    norm_backward_kernel,
+    norm_forward_kernel,
+)
+
+
+class Tile(NamedTuple):
+    """How rows are cut: elements of a block, at least, and elements of it that a thread holds.
+
+    warps: how many a multiprocessor is to run at once.
+    """
+
+    block: int
+    per_thread: int
+    warps: int
+
+
+# The forward kernels have registers to spare; the gradient of the gated norm fills them with half
+# of the warps.
+FORWARD = Tile(block=4096, per_thread=32, warps=32)
+BACKWARD = Tile(block=2048, per_thread=8, warps=32)
+GATED_BACKWARD = Tile(block=2048, per_thread=8, warps=16)
+MOST_WARPS = 16
+# Programs where there are no multiprocessors, in the interpreter.
+INTERPRETED_PROGRAMS = 3
+
+
+def triton_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Backend "triton" of `norm`: the same arguments."""
+    return norm_op(x.contiguous(), weight.contiguous(), eps)
+
+
+def triton_gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate_bias: float,
+    skip: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Backend "triton" of `gated_norm`: the same arguments."""
+    d, u = (
+        (None, None) if skip is None else (x.contiguous() for x in (skip[0], skip[1].flatten(-2)))
+    )
+    gate = gate if _row_stride(gate) is not None else gate.contiguous()
+    x = x.flatten(-2).contiguous()
+    return gated_norm_op(x, gate, weight.contiguous(), d, u, eps, gate_bias)
+
+
+def _row_stride(x: Tensor) -> int | None:
+    """Elements from row to row of x (..., E); None if there is no one such number."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    # Axes of size 1 have strides without meaning.
+    axes = [i for i in range(x.ndim - 1) if x.shape[i] != 1]
+    for i, j in pairwise(axes):
+        if x.stride(i) != x.stride(j) * x.shape[j]:
+            return None
+    return x.stride(axes[-1]) if axes else x.shape[-1]
+
+
+def _launch(x: Tensor, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
+    """The grid, and sizes and launch options, for the rows of x."""
+    size = x.shape[-1]
+    width = block_size(size, smallest=1)
+    rows = max(1, tile.block // width)
+    num_warps = min(max(1, rows * width // (32 * tile.per_thread)), MOST_WARPS)
+    num_rows = x.numel() // size
+    num_blocks = ceil_div(num_rows, rows)
+    if x.is_cuda:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        at_once = processors * max(1, tile.warps // num_warps)
+    else:
+        at_once = INTERPRETED_PROGRAMS
+    options = {"BR": rows, "BN": width, "num_warps": num_warps}
+    return (min(num_blocks, at_once),), {"num_rows": num_rows, "size": size, **options}
+
+
+@operator("rms_norm")
+def norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y like x. All contiguous."""
+    y = torch.empty_like(x)
+    grid, options = _launch(x, FORWARD)
+    with torch.cuda.device_of(x):
+        norm_forward_kernel[grid](x, weight, y, eps=eps, **options)
+    return y
+
+
+@norm_op.register_fake
+def _(x, weight, eps):
+    return torch.empty_like(x)
+
+
+@operator("rms_norm_backward")
+def norm_backward_op(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    dx = torch.empty_like(x)
+    grid, options = _launch(x, BACKWARD)
+    dweight = x.new_empty(*grid, x.shape[-1], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        norm_backward_kernel[grid](dy.contiguous(), x, weight, dx, dweight, eps=eps, **options)
+    return dx, dweight.sum(0).to(weight.dtype)
+
+
+@norm_backward_op.register_fake
+def _(dy, x, weight, eps):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_norm(ctx, inputs, output) -> None:
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _norm_gradients(ctx, dy):
+    return *norm_backward_op(dy, *ctx.saved_tensors, ctx.eps), None
+
+
+norm_op.register_autograd(_norm_gradients, setup_context=_save_norm)
+
+
+@operator("gated_rms_norm")
+def gated_norm_op(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    skip: Tensor | None,
+    u: Tensor | None,
+    eps: float,
+    gate_bias: float,
+) -> Tensor:
+    """y in the dtype of gate, whose rows may be apart; the rest is contiguous."""
+    y = torch.empty_like(x, dtype=gate.dtype)
+    stride_gate = _row_stride(gate)
+    grid, options = _launch(x, FORWARD)
+    with torch.cuda.device_of(x):
+        gated_norm_forward_kernel[grid](
+            GatedInputs(x, gate, weight, skip, u), y,
+            stride_gate=stride_gate, eps=eps, gate_bias=gate_bias, **options,
+        )  # fmt: skip
+    return y
+
+
+@gated_norm_op.register_fake
+def _(x, gate, weight, skip, u, eps, gate_bias):
+    return torch.empty_like(x, dtype=gate.dtype)
+
+
+@operator("gated_rms_norm_backward")
+def gated_norm_backward_op(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    skip: Tensor | None,
+    u: Tensor | None,
+    eps: float,
+    gate_bias: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gate (contiguous), weight, skip and u; those of what is None are empty."""
+    grid, options = _launch(x, GATED_BACKWARD)
+    partial = (*grid, x.shape[-1])
+    gradients = GatedGradients(
+        x=torch.empty_like(x),
+        gate=torch.empty_like(x, dtype=gate.dtype),
+        u=None if u is None else torch.empty_like(u),
+        weight=x.new_empty(partial, dtype=torch.float32),
+        skip=None if skip is None else x.new_empty(partial, dtype=torch.float32),
+    )
+    with torch.cuda.device_of(x):
+        gated_norm_backward_kernel[grid](
+            GatedInputs(x, gate, weight, skip, u), dy.contiguous(), gradients,
+            stride_gate=_row_stride(gate), eps=eps, gate_bias=gate_bias, **options,
+        )  # fmt: skip
+    dweight, dskip = gradients.weight.sum(0).to(weight.dtype), x.new_empty(0)
+    if skip is not None and gradients.skip is not None:
+        dskip = gradients.skip.sum(0).view(skip.shape).to(skip.dtype)
+    du = x.new_empty(0) if gradients.u is None else gradients.u
+    return gradients.x, gradients.gate, dweight, dskip, du
+
+
+@gated_norm_backward_op.register_fake
+def _(dy, x, gate, weight, skip, u, eps, gate_bias):
+    dgate = torch.empty_like(x, dtype=gate.dtype)
+    dskip, du = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (skip, u))
+    return torch.empty_like(x), dgate, torch.empty_like(weight), dskip, du
+
+
+def _save_gated(ctx, inputs, output) -> None:
+    *tensors, ctx.eps, ctx.gate_bias = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gated_gradients(ctx, dy):
+    tensors = ctx.saved_tensors
+    *gradients, dskip, du = gated_norm_backward_op(dy, *tensors, ctx.eps, ctx.gate_bias)
+    if tensors[3] is None:
+        dskip = du = None
+    return *gradients, dskip, du, None, None
+
+
+gated_norm_op.register_autograd(_gated_gradients, setup_context=_save_gated)

@@ -1,0 +1,196 @@
+"""The list of chunks that the scan's kernels walk along, and how a call is cut into programs.
+
+All sequences of a call, packed or in a batch, are cut into chunks of C tokens, which lie one after
+the other in one list. A chunk that begins a sequence takes that sequence's initial state, so a walk
+along the list may cross from one sequence into the next. A segment is a run of chunks that one
+program walks for one head and one block of channels.
+
+Letters: B batch, T time, H heads, M modes, BM their block, D head channels, N chunks, S segments.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_frac.ops.arithmetic import block_size, ceil_div
+from flash_frac.ops.backends import Tuning, Walk, tuning_for
+
+# Tokens of a chunk, and how often it can be halved.
+CHUNK = 32
+LEVELS = 5
+
+
+@triton.jit
+def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, LAYOUT: tl.constexpr):
+    """Sequence, first row, number of tokens, and whether the chunk is the first, and the last.
+
+    LAYOUT is "packed" if a table says it, "whole" if all chunks have C tokens, else "ragged".
+    """
+    if LAYOUT == "packed":
+        p_entry = p_table + i_chunk * 5
+        sequence, row, length = tl.load(p_entry), tl.load(p_entry + 1), tl.load(p_entry + 2)
+        first, last = tl.load(p_entry + 3) != 0, tl.load(p_entry + 4) != 0
+    else:
+        sequence, index = i_chunk // chunks_each, i_chunk % chunks_each
+        row = sequence * num_tokens + index * C
+        # Known when the kernel is compiled, it spares the masks.
+        length = C if LAYOUT == "whole" else tl.minimum(num_tokens - index * C, C)
+        first, last = index == 0, index == chunks_each - 1
+    return sequence, row, length, first, last
+
+
+class ChunkList(NamedTuple):
+    """How many chunks there are, and where: by arithmetic, or by a table for packed sequences.
+
+    table: (num_chunks, 5) int64 of sequence, row, length, first, last; None without packing.
+    """
+
+    num_chunks: int
+    chunks_each: int
+    num_tokens: int
+    table: Tensor | None
+
+    @property
+    def layout(self) -> str:
+        """The LAYOUT of `locate_chunk`."""
+        if self.table is not None:
+            return "packed"
+        return "ragged" if self.num_tokens % CHUNK else "whole"
+
+    @property
+    def arguments(self) -> tuple:
+        """What `locate_chunk` takes after the index, without its constants."""
+        return self.table, self.num_tokens, self.chunks_each
+
+
+def count_chunks(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> int:
+    """How many chunks a call has at most; packed sequences may leave some empty."""
+    if cu_seqlens is None:
+        return batch * ceil_div(num_tokens, CHUNK)
+    return num_tokens // CHUNK + cu_seqlens.shape[0] - 1
+
+
+def chunk_list(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> ChunkList:
+    """The chunks of a call; nothing is read back from the device."""
+    num_chunks = count_chunks(batch, num_tokens, cu_seqlens)
+    if cu_seqlens is None:
+        return ChunkList(num_chunks, num_chunks // batch, num_tokens, None)
+    bounds = cu_seqlens.long()
+    length = bounds.diff()
+    chunks = ((length + CHUNK - 1) // CHUNK).clamp_min(1)
+    after = chunks.cumsum(0)
+    before = after - chunks
+    chunk = torch.arange(num_chunks, device=bounds.device)
+    sequence = torch.searchsorted(before, chunk, right=True) - 1
+    index = chunk - before[sequence]
+    row = bounds[sequence] + index * CHUNK
+    tokens = (length[sequence] - index * CHUNK).clamp(0, CHUNK)
+    # Chunks left over at the end carry no token and belong to the last sequence.
+    last = chunk == torch.where(sequence == len(length) - 1, num_chunks, after[sequence]) - 1
+    table = torch.stack([sequence, row, tokens, (index == 0).long(), last.long()], 1)
+    return ChunkList(num_chunks, 0, num_tokens, table)
+
+
+class Launch(NamedTuple):
+    """The grid of a walk, and its constants and launch options by name."""
+
+    grid: tuple[int, int, int]
+    options: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """What follows from the sizes of a call, for the kernels.
+
+    per_segment: chunks of a segment; modes: BM; states, output, gradient: the three walks.
+    """
+
+    per_segment: int
+    num_segments: int
+    modes: int
+    tuning: Tuning
+    states: Launch
+    output: Launch
+    gradient: Launch
+
+
+def _segments(num_chunks: int, heads: int, channels: int, tuning: Tuning) -> tuple[int, int]:
+    """Chunks of a segment, and the number of segments."""
+    walks = num_chunks * heads * ceil_div(channels, tuning.output.channels)
+    per_segment = ceil_div(walks, tuning.programs)
+    return per_segment, ceil_div(num_chunks, per_segment)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    num_chunks: int,
+    heads: int,
+    channels: int,
+    num_modes: int,
+    layout: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    """Cached, because Python takes as long over it as over a launch."""
+    tuning = tuning_for(dtype, device)
+    per_segment, num_segments = _segments(num_chunks, heads, channels, tuning)
+    modes = block_size(num_modes)
+
+    def launch(walk: Walk) -> Launch:
+        width = min(block_size(channels), walk.channels)
+        options = {
+            "M": num_modes,
+            "BM": modes,
+            "BD": width,
+            "C": CHUNK,
+            "LAYOUT": layout,
+            "PRECISION": precision(dtype),
+            "num_warps": walk.warps,
+            "num_stages": walk.stages,
+        }
+        return Launch((num_segments, heads, ceil_div(channels, width)), options)
+
+    walks = (tuning.states, tuning.output, tuning.gradient)
+    return Plan(per_segment, num_segments, modes, tuning, *map(launch, walks))
+
+
+def plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> Plan:
+    """The plan for inputs like u (B, T, H, D)."""
+    sizes = (chunks.num_chunks, *u.shape[2:], num_modes)
+    return _plan(*sizes, chunks.layout, u.dtype, u.device)
+
+
+def forget_plans() -> None:
+    """Plan again, after another tuning was chosen."""
+    _plan.cache_clear()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How matrix products round: float32 inputs keep their digits, 16-bit inputs need fewer."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def state_shape(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """(N, H, M, D), for N sequences."""
+    num = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return num, u.shape[2], num_modes, u.shape[3]
+
+
+def kept_shapes(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> list[tuple[int, ...]]:
+    """Shapes of what the forward pass keeps for the backward; sizes may be symbolic."""
+    heads, channels = u.shape[2:]
+    num_chunks, modes = count_chunks(u.shape[0], u.shape[1], cu_seqlens), block_size(num_modes)
+    _, num_segments = _segments(num_chunks, heads, channels, tuning_for(u.dtype, u.device))
+    weights = (num_chunks, heads, CHUNK, modes)
+    return [
+        (num_segments, heads, modes, channels),
+        (num_chunks, heads, CHUNK, CHUNK),
+        weights,
+        weights,
+        (num_chunks, heads, modes),
+    ]

@@ -1,0 +1,46 @@
+"""What a launcher would launch: recorded on CPU tensors, without a GPU, and compiled for one."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel and what it is specialised on: types, alignments, constants, options."""
+
+    kernel: JITFunction
+    signature: dict
+    constants: dict
+    attributes: dict
+    options: object
+
+    @property
+    def key(self) -> str:
+        """Launches with the same key share one compilation."""
+        return f"{self.kernel.__name__} {self[1:]}"
+
+    def compile(self, target: GPUTarget):
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        return triton.compile(source, target=target, options=vars(self.options))
+
+
+def record(monkeypatch, function: Callable[[], object], arch: int = 90) -> list[KernelLaunch]:
+    """The launches of a call, none of which runs: results are memory that nobody has written."""
+    found = []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        kwargs = {"debug": False} | kwargs
+        bound, specialization, options = bind(*args, **kwargs)
+        options, *rest = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        found.append(KernelLaunch(kernel, *rest, options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        function()
+    return found
