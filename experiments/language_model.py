@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.baselines import make_mixer
+from experiments.baselines import mixer_of
 from flash_frac.inspect import evaluating
 from flash_frac.layers import RMSNorm
 from flash_frac.models.inputs import random_elapsed
@@ -90,13 +90,7 @@ class Block(nn.Module):
         super().__init__()
         width = design.hidden_size
         self.norm = RMSNorm(width, NORM_EPS)
-        self.mixer = make_mixer(
-            design.mixer,
-            width,
-            num_heads=design.num_heads,
-            head_dim=design.head_dim,
-            **design.options,
-        )
+        self.mixer = mixer_of(design, width)
         self.mlp_norm = RMSNorm(width, NORM_EPS) if design.mlp_size else None
         self.mlp = SwiGLU(width, design.mlp_size) if design.mlp_size else None
 

@@ -36,6 +36,27 @@ STYLE = TEXT | {
 }
 
 
+def short(length: int) -> str:
+    """A number of tokens as figures and tables have it: 512, 4K.
+
+    Example: `short(4096) == "4K"`
+    """
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def length_axis(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic x axis with a tick at each length and nowhere else."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [short(length) for length in lengths])
+    axes.minorticks_off()
+
+
+def faint_grid(axes: Any, axis: str = "y") -> None:
+    """Thin lines across, behind everything else."""
+    axes.grid(axis=axis, color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+
+
 @contextmanager
 def figure_at(
     path: str | Path, size: tuple[float, float], widths: Sequence[float] = (1,)

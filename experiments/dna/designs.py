@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from experiments.baselines import published_frac
 from experiments.dna.data import VOCAB_SIZE
 from experiments.language_model import LanguageModelDesign
-from experiments.models import published_frac
 
 WIDTH, NUM_LAYERS, NUM_HEADS = 256, 8, 8
 # Two thirds of four times the width, up to a multiple of 16.

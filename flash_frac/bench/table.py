@@ -17,6 +17,7 @@ from flash_frac.bench.parts import Sizes
 from flash_frac.bench.peers import MODEL_PEERS
 from flash_frac.bench.rows import print_rows
 from flash_frac.bench.timing import OURS
+from flash_frac.drawing import short
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
 from flash_frac.provenance import provenance
@@ -103,11 +104,9 @@ def choose_sizes(lengths: str) -> Sizes:
 
 def column_of(row: Mapping[str, object]) -> str:
     """Where a row stands in the table: what was run, and at which length or batch."""
-    length = int(str(row["T"]))
-    size = f"{length // 1024}K" if length >= 1024 else str(length)
     if row["pass"] == "decode":
         return "decode" if row["B"] == 1 else f"decode x {row['B']}"
-    return f"{row['pass']}@{size}"
+    return f"{row['pass']}@{short(int(str(row['T'])))}"
 
 
 def cell(value: float | None) -> str:

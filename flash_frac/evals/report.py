@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+from flash_frac.drawing import (
+    GREY,
+    INK,
+    OTHER,
+    OURS,
+    PALE,
+    THIRD,
+    faint_grid,
+    figure_at,
+    length_axis,
+)
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
 from flash_frac.files import write_text
 
@@ -195,19 +205,12 @@ def draw_lengths(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) ->
                 known = [(n, value) for n, value in points if value is not None]
                 if known:
                     axes.plot(*zip(*known, strict=True), "o-", color=colour, ms=4, clip_on=False)
-            _length_axis(axes, every)
+            length_axis(axes, every)
+            axes.set_xlim(every[0] / 1.25, every[-1] * 1.25)
             axes.set(title=_title(metric, heads), xlabel="length, tokens")
             _value_axis(axes, metric)
         panels[0].set_ylabel(_unit(heads[0]))
         _legend(panels[-1], [report["model"] for report in reports])
-
-
-def _length_axis(axes: Any, every: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    names = [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in every]
-    axes.set_xticks(every, names)
-    axes.minorticks_off()
-    axes.set_xlim(every[0] / 1.25, every[-1] * 1.25)
 
 
 def _title(metric: Metric, heads: Sequence[Metric]) -> str:
@@ -218,8 +221,7 @@ def _title(metric: Metric, heads: Sequence[Metric]) -> str:
 def _value_axis(axes: Any, metric: Metric) -> None:
     if metric.scale == 100:
         axes.set_ylim(0, 103)
-    axes.grid(axis="y", color=FAINT, lw=0.6)
-    axes.set_axisbelow(True)
+    faint_grid(axes)
 
 
 def _unit(metric: Metric) -> str:
@@ -256,7 +258,6 @@ def draw_bars(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> No
         axes.set_xticks(range(len(shown)), [f"{m.column}\n{m.unit}" for m in heads])
         axes.tick_params(axis="x", length=0)
         axes.set(ylabel="%", title=suite.title, xlim=(-0.6, len(shown) - 0.4))
-        axes.grid(axis="y", color=FAINT, lw=0.6)
-        axes.set_axisbelow(True)
+        faint_grid(axes)
         axes.set_ylim(bottom=0)
         _legend(axes, list(rows), bool(suite.paper))

@@ -13,7 +13,7 @@ from experiments.dna.designs import CORES, MODELS, make_design
 from experiments.dna.protocol import KEY, LENGTHS, LRS, Job, Protocol, parse
 from experiments.dna.summary import SETTING, best_rows, lines
 from experiments.language_model import loss, make_model, num_parameters
-from experiments.models import NAMES
+from experiments.style import NAMES
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.recipes import find_config
 

@@ -37,6 +37,11 @@ def tensors(state):
     return list(state) if isinstance(state, tuple) else list(vars(state).values())
 
 
+def assert_same_state(actual, expected):
+    for a, b in zip(tensors(actual), tensors(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 def outputs_and_gradients(function, mixer, x):
     """y, the recurrent tensors of the state, and the gradients of a random scalar of both."""
     x = x.detach().requires_grad_()
@@ -126,8 +131,7 @@ def test_pieces_are_the_whole(case):
         y, state = mixer(piece, state=state)
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
-    for a, b in zip(tensors(state), tensors(last), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_same_state(state, last)
 
 
 @pytest.mark.parametrize("case", NAMES)
@@ -135,11 +139,8 @@ def test_absorb_is_the_state_of_forward(case):
     mixer = mixer_of(case)
     x = torch.randn(2, 170, WIDTH, dtype=torch.float64)
     state = absorb(mixer, x[:, :100])
-    for a, b in zip(tensors(state), tensors(mixer(x[:, :100])[1]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    state = absorb(mixer, x[:, 100:], state)
-    for a, b in zip(tensors(state), tensors(mixer(x)[1]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_same_state(state, mixer(x[:, :100])[1])
+    assert_same_state(absorb(mixer, x[:, 100:], state), mixer(x)[1])
 
 
 @pytest.mark.parametrize("case", CASES)

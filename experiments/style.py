@@ -1,4 +1,4 @@
-"""What the experiments share: the published Frac, names and colours of models, numbers of seeds."""
+"""How the experiments show results: names and colours of models, numbers over seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flash_frac.drawing import FOURTH, GREY, INK, OTHER, OURS, PALE, THIRD
-from flash_frac.ops import ControlSettings
 
 NAMES = {
     "frac": "Frac",
@@ -27,23 +26,6 @@ COLOURS = {
     "attention": GREY,
     "qwen3": FOURTH,
 }
-
-
-def published_frac(
-    options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Options of FracMixer as in the published 1.3B model, with others of it and of its settings.
-
-    Example: `make_mixer("frac", 128, num_heads=6, head_dim=32, **published_frac())`
-    """
-    controls = ControlSettings(**{"alpha_min": 0.1, "alpha_max": 0.9, **(settings or {})})
-    plain = {"num_modes": 16, "tau_max": 2.0**17, "read_init": -1.0}
-    return {**plain, **(options or {}), "settings": controls}
-
-
-def short(number: int) -> str:
-    """4096 as 4K."""
-    return f"{number // 1024}K" if number >= 1024 else str(number)
 
 
 def cell(values: Sequence[float], digits: int) -> str:
