@@ -66,33 +66,44 @@ def losses(failures: list[str], *, peers: bool) -> dict[str, Loss]:
     return found
 
 
-def inputs(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(num_tokens: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states as after the last norm, and a head with rows of initial size."""
     generator = torch.Generator("cuda").manual_seed(0)
     normal = partial(torch.randn, device="cuda", generator=generator, dtype=torch.bfloat16)
     labels = torch.randint(VOCABULARY, (num_tokens,), device="cuda", generator=generator)
-    return normal(num_tokens, WIDTH), 0.02 * normal(VOCABULARY, WIDTH), labels
+    weight = 0.02 * normal(VOCABULARY, WIDTH)
+    return normal(num_tokens, WIDTH), weight.to(weight_dtype), labels
 
 
 def gradients(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     """The loss, and its gradients by hidden states and weight."""
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-    value = loss(hidden, weight, labels)
+    # With a head in float32, as trainers hold it, products are in bfloat16 by autocast.
+    with torch.autocast("cuda", torch.bfloat16, enabled=weight.dtype == torch.float32):
+        value = loss(hidden, weight, labels)
     return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
 
 
 def measure_losses(failures: list[str], *, peers: bool) -> Iterator[dict]:
-    """A row for each loss, 8 x 4096 tokens a call."""
-    hidden, weight, labels = inputs(4096)
+    """A row for each loss, 8 x 4096 tokens a call: a head in bfloat16, and in float32 by autocast."""
+    found = losses(failures, peers=peers)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from _measure(found, dtype, failures)
+
+
+def _measure(
+    found: dict[str, Loss], weight_dtype: torch.dtype, failures: list[str]
+) -> Iterator[dict]:
+    hidden, weight, labels = inputs(4096, weight_dtype)
     exact = gradients(two_steps, hidden.double(), weight.double(), labels)
-    found, errors = losses(failures, peers=peers), {}
+    errors = {}
     for name, loss in found.items():
         for got in attempt(name, partial(gradients, loss, hidden, weight, labels), failures):
             each = [relative_error(a, b) for a, b in zip(got, exact, strict=True)]
             print(f"{name}: loss, hidden, weight off by {', '.join(f'{e:.1e}' for e in each)}")
             errors[name] = each[2]
     batch, time = 8, 4096
-    tensors = inputs(batch * time)
+    tensors = inputs(batch * time, weight_dtype)
     timed = {name: partial(gradients, found[name], *tensors) for name in errors}
     functions = runnable(timed, failures)
     times = time_in_turns(functions)
@@ -100,9 +111,9 @@ def measure_losses(failures: list[str], *, peers: bool) -> Iterator[dict]:
     for name, function in functions.items():
         yield make_row(
             name,
-            "loss",
+            "loss" if weight_dtype == torch.bfloat16 else "loss, autocast",
             shape,
-            torch.bfloat16,
+            weight_dtype,
             times[name],
             tokens=batch * time,
             peak=peak_mib(function),

@@ -38,9 +38,12 @@ def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, LAY
         first, last = tl.load(p_entry + 3) != 0, tl.load(p_entry + 4) != 0
     else:
         sequence, index = i_chunk // chunks_each, i_chunk % chunks_each
-        row = sequence * num_tokens + index * C
-        # Known when the kernel is compiled, it spares the masks.
-        length = C if LAYOUT == "whole" else tl.minimum(num_tokens - index * C, C)
+        if LAYOUT == "whole":
+            # Known without a division and when the kernel is compiled: loads start early, unmasked.
+            row, length = i_chunk * C, C
+        else:
+            row = sequence * num_tokens + index * C
+            length = tl.minimum(num_tokens - index * C, C)
         first, last = index == 0, index == chunks_each - 1
     return sequence, row, length, first, last
 
