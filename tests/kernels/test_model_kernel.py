@@ -4,22 +4,17 @@ import pytest
 import torch
 
 from flash_frac.generation import Generator
-from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.ops.testing import relative_error
 from flash_frac.sampling import SamplingSettings
 from tests.errors import assert_as_good
 from tests.kernels.devices import DEVICE, DTYPES
-from tests.models.conftest import make_model
+from tests.models.conftest import make_model, on_backend
 
 SIZES = {"num_hidden_layers": 2, "frac_num_modes": 4}
 
 
 def build(dtype, backend, **changes):
-    model = make_model(torch.float64, **SIZES | changes).to(DEVICE, dtype)
-    for module in model.modules():
-        if isinstance(module, FracMixer | RMSNorm):
-            module.backend = backend
-    return model
+    return on_backend(make_model(torch.float64, **SIZES | changes).to(DEVICE, dtype), backend)
 
 
 def models(dtype, **changes):
