@@ -79,7 +79,7 @@ def backend(device: str) -> list[Finding]:
     # What the operators' limits ask for: a convolution of four taps, a loss in its own chunks.
     facts = {"conv": [torch.empty(1, 1, 4, device=device)], "loss": [None]}
     chosen: dict[str, list[str]] = {}
-    for operator in OPERATORS:
+    for operator in (*OPERATORS, "loss"):
         name = resolve_backend("auto", x, operator, *facts.get(operator, []))
         chosen.setdefault(name, []).append(operator)
     refusal = BACKENDS["triton"].refusal(x)
