@@ -93,8 +93,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
 ) -> None:
     """Continue a text, as the tokens come; Ctrl-C ends it and loses nothing."""
-    from flash_frac.sampling import SamplingSettings
-    from flash_frac.terminal import continue_text, open_stream
+    from flash_frac.inference.chat import continue_text, open_stream
+    from flash_frac.inference.sampling import SamplingSettings
 
     if not prompt and state is None:
         raise ValueError("there is nothing to continue: give --prompt, --state or both")
@@ -124,8 +124,8 @@ def chat(
     repetition_penalty: Penalty = 1.0,
 ) -> None:
     """Take turns with a model. Ctrl-C ends its turn, /back undoes one, Ctrl-D leaves."""
-    from flash_frac.sampling import SamplingSettings
-    from flash_frac.terminal import converse, open_stream
+    from flash_frac.inference.chat import converse, open_stream
+    from flash_frac.inference.sampling import SamplingSettings
 
     sampling = SamplingSettings(
         temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty
@@ -151,7 +151,7 @@ def serve(context: typer.Context, checkpoint: Checkpoint) -> None:
 
     Such as --host, --port, --device, --dtype; `transformers serve --help` has them all.
     """
-    from flash_frac.serving import serve as run
+    from flash_frac.inference.serving import serve as run
 
     run(checkpoint, context.args)
 

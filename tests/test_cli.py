@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from flash_frac.data import byte_tokenizer
+from flash_frac.inference import FracStream
+from flash_frac.inference.chat import continue_text, converse, open_stream
+from flash_frac.inference.sampling import GREEDY
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.sampling import GREEDY
-from flash_frac.stream import FracStream
-from flash_frac.terminal import continue_text, converse, open_stream
 
 
 @pytest.fixture(scope="module")

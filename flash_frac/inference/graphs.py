@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_frac.inference.state import StreamMark, copy_states, read_tokens
 from flash_frac.models import FracCache, FracForCausalLM
-from flash_frac.stream.state import StreamMark, copy_states, read_tokens
 
 # Kinds of devices on which steps are recorded.
 DEVICES = ("cuda",)

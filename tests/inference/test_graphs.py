@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 
-from flash_frac.stream import FracStream, graphs
-from flash_frac.stream.graphs import Graph
+from flash_frac.inference import FracStream, graphs
+from flash_frac.inference.graphs import Graph
+from tests.inference.conftest import assert_same, take
 from tests.models.conftest import make_model
-from tests.stream.conftest import assert_same, take
 
 
 class KeptCall(Graph):

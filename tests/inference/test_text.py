@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from flash_frac.data.tokenizer import byte_tokenizer
-from flash_frac.stream import FracStream
-from flash_frac.stream.text import TextTail
+from flash_frac.inference import FracStream
+from flash_frac.inference.text import TextTail
+from tests.inference.conftest import assert_holds
 from tests.models.conftest import make_model
-from tests.stream.conftest import assert_holds
 
 
 def spell(text, tokenizer, context=""):

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer, MixerState
 from flash_frac.models import FracCache, FracForCausalLM
 from flash_frac.models.cache import AttentionMemory, read_state, write_state
 from flash_frac.models.modeling import FracBlock
 from flash_frac.ops import dynamics, mode_log_decay
-from flash_frac.stream.text import TextTail
 
 # Tokens are read in pieces of so many, in memory that does not grow with their number.
 PIECE = 4096

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_frac.sampling import SamplingSettings
-from flash_frac.stream import FracStream
+from flash_frac.inference.sampling import SamplingSettings
+from flash_frac.inference.stream import FracStream
 
 
 def open_stream(checkpoint: str | Path, state: str | Path | None = None) -> FracStream:

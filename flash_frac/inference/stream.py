@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from flash_frac.layers import MixerState
-from flash_frac.models import FracCache, FracForCausalLM
-from flash_frac.sampling import SamplingSettings, choose
-from flash_frac.stream.graphs import Steps
-from flash_frac.stream.inputs import Inputs, end_ids, to_ids
-from flash_frac.stream.state import (
+from flash_frac.inference.graphs import Steps
+from flash_frac.inference.inputs import Inputs, end_ids, to_ids
+from flash_frac.inference.sampling import SamplingSettings, choose
+from flash_frac.inference.state import (
     StreamMark,
     check_fading,
     empty_state,
@@ -35,8 +33,10 @@ from flash_frac.stream.state import (
     states_of,
     to_tensors,
 )
-from flash_frac.stream.storage import check_model, fingerprint, read_file, write_file
-from flash_frac.stream.text import CONTEXT, TextTail
+from flash_frac.inference.storage import check_model, fingerprint, read_file, write_file
+from flash_frac.inference.text import CONTEXT, TextTail
+from flash_frac.layers import MixerState
+from flash_frac.models import FracCache, FracForCausalLM
 
 
 class FracStream:

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flash_frac.inference.state import mixers
 from flash_frac.models import FracForCausalLM
-from flash_frac.stream.state import mixers
 
 FORMAT, VERSION = "flash_frac.stream", "1"
 SAMPLES = 256
