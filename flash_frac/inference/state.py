@@ -8,8 +8,7 @@ Letters: B sequences, V vocabulary, H heads, M modes, D head channels, I = H D, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +18,7 @@ from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer, MixerState
 from flash_frac.models import FracCache, FracForCausalLM
 from flash_frac.models.cache import AttentionMemory, read_state, write_state
+from flash_frac.models.evaluating import evaluating
 from flash_frac.models.modeling import FracBlock
 from flash_frac.ops import dynamics, mode_log_decay
 
@@ -83,21 +83,6 @@ class StreamMark:
             tuple(length for mark in marks for length in mark.lengths),
             tuple(tail for mark in marks for tail in mark.tails),
         )
-
-
-@contextmanager
-def evaluating(model: FracForCausalLM) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every module has its mode again."""
-    # Going through all modules takes longer than some of the kernels of a token.
-    modes = [(x, x.training) for x in model.modules()] if model.training else []
-    try:
-        if modes:
-            model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def read_tokens(
