@@ -9,13 +9,14 @@ Letters: B batch, T tokens of the prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_frac.inference.sampling import GREEDY, SamplingSettings, choose
+from flash_frac.inference.text import StopStrings
 from flash_frac.models import FracCache, FracForCausalLM
 
 # The prompt is taken in pieces of at most so many tokens, in memory that does not grow with it.
@@ -190,34 +191,6 @@ class Generator:
             self._session = None
             self._session = _Session(self.model, batch)
         return self._session
-
-
-class StopStrings:
-    """Watches sequences for texts that end them, such as "\\n\\n"; prompts do not count.
-
-    Example: `generator.generate(ids, max_new_tokens=99, stop=StopStrings(tokenizer, ["User:"]))`
-    """
-
-    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
-        if isinstance(texts, str) or not texts or not all(texts):
-            raise ValueError(f"texts must be a list of texts that are not empty, got {texts!r}")
-        self.tokenizer, self.texts = tokenizer, list(texts)
-        # A token is at least a byte, and the last one may have more than is needed.
-        self.width = max(len(text.encode()) for text in texts) + 1
-        self.tails: list[list[int]] = []
-
-    def begin(self, token: Tensor) -> Tensor:
-        """Watch new sequences, from their first tokens (B, 1) on."""
-        self.tails = [[] for _ in range(token.shape[0])]
-        return self.add(token)
-
-    def add(self, token: Tensor) -> Tensor:
-        """Which sequences (B,) have one of the texts among their last tokens, this one included."""
-        for tail, new in zip(self.tails, token[:, 0].tolist(), strict=True):
-            tail.append(new)
-            del tail[: -self.width]
-        tails = self.tokenizer.batch_decode(self.tails)
-        return torch.tensor([any(text in tail for text in self.texts) for tail in tails])
 
 
 class _Session:

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from flash_frac.inference.graphs import Steps
-from flash_frac.inference.inputs import Inputs, end_ids, to_ids
 from flash_frac.inference.sampling import SamplingSettings, choose
 from flash_frac.inference.state import (
     StreamMark,
@@ -34,7 +33,15 @@ from flash_frac.inference.state import (
     to_tensors,
 )
 from flash_frac.inference.storage import check_model, fingerprint, read_file, write_file
-from flash_frac.inference.text import CONTEXT, TextTail
+from flash_frac.inference.text import (
+    CONTEXT,
+    Inputs,
+    StopStrings,
+    TextTail,
+    end_ids,
+    text_decoder,
+    to_ids,
+)
 from flash_frac.layers import MixerState
 from flash_frac.models import FracCache, FracForCausalLM
 
@@ -76,6 +83,7 @@ class FracStream:
         self._spare: FracCache | None = None
         self._marks: list[StreamMark] = []
         self._steps = Steps()
+        self._decode = None if tokenizer is None else text_decoder(tokenizer)
 
     @property
     def batch_size(self) -> int:
@@ -131,10 +139,10 @@ class FracStream:
                 "logits of the next token are not known yet; feed a token to each first"
             )
         tails = self._now.tails
-        if self.tokenizer is not None:
+        if self._decode is not None:
             rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
             ends = (row[-count:] if count else [] for row, count in rows)
-            tails = tuple(t.skip(x, self.tokenizer) for t, x in zip(tails, ends, strict=True))
+            tails = tuple(t.skip(x, self._decode) for t, x in zip(tails, ends, strict=True))
         self._steps.look(self.model)
         self._read(ids, counts, tails)
         return self
@@ -183,7 +191,8 @@ class FracStream:
         place = self._known_logits().device
         generator = None if seed is None else torch.Generator(place).manual_seed(seed)
         ends = end_ids(eos, self.model, self.tokenizer)
-        return self._generate(max_new_tokens, settings, generator, ends, stop)
+        stops = StopStrings(self.tokenizer, stop) if stop else None
+        return self._generate(max_new_tokens, settings, generator, ends, stops)
 
     def _generate(
         self,
@@ -191,31 +200,28 @@ class FracStream:
         settings: SamplingSettings,
         generator: torch.Generator | None,
         ends: list[int],
-        stop: Sequence[str],
+        stops: StopStrings | None,
     ) -> Iterator[Any]:
         pad = self.model.config.pad_token_id
         filling = pad if pad is not None else next(iter(ends), 0)
         alive, number = [1] * self.batch_size, 0
-        written = [""] * self.batch_size
+        if stops is not None:
+            stops.watch(self.batch_size)
         self._steps.look(self.model)
         while number != limit and any(alive):
-            seen = self._now.seen
-            ids = choose(self._known_logits(), settings, seen=seen, generator=generator)
+            ids = choose(self._known_logits(), settings, seen=self._now.seen, generator=generator)
             if not all(alive):
                 ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
             tokens, shown, tails = ids.tolist(), [""] * len(alive), list(self._now.tails)
-            if self.tokenizer is not None:
-                for index in (n for n, lives in enumerate(alive) if lives):
-                    piece = tails[index].take(tokens[index], self.tokenizer)
-                    shown[index], tails[index] = piece
+            if self._decode is not None:
+                for row in (n for n, lives in enumerate(alive) if lives):
+                    shown[row], tails[row] = tails[row].take(tokens[row], self._decode)
             # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
             self._read(ids[:, None], alive, tuple(tails))
             alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
-            for index, piece in enumerate(shown if stop else []):
-                # No longer than it takes to find a text that this piece completes.
-                written[index] = written[index][-max(map(len, stop)) :] + piece
-                if any(text in written[index] for text in stop):
-                    alive[index] = 0
+            if stops is not None:
+                done = [stops.completes(row, piece) for row, piece in enumerate(shown)]
+                alive = [int(n and not x) for n, x in zip(alive, done, strict=True)]
             number += 1
             if self.tokenizer is None:
                 yield ids
@@ -336,6 +342,7 @@ class FracStream:
         stream = object.__new__(cls)
         stream.model, stream.tokenizer = model, tokenizer
         stream._now, stream._spare, stream._marks, stream._steps = now, None, [], Steps()
+        stream._decode = None if tokenizer is None else text_decoder(tokenizer)
         return stream
 
     def _draft(self, mark: StreamMark | None = None) -> StreamMark:

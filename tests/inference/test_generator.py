@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flash_frac.inference.generator
-from flash_frac.inference.generator import Generator, StopStrings
+from flash_frac.inference import Generator, StopStrings
 from flash_frac.inference.sampling import SamplingSettings, choose
 from tests.models.conftest import make_model
 
@@ -128,14 +128,14 @@ def test_streaming(model, ids):
 class Letters:
     """A tokenizer of one letter a token."""
 
-    def batch_decode(self, rows):
-        return ["".join(chr(32 + i) for i in row) for row in rows]
+    def decode(self, ids):
+        return "".join(chr(32 + i) for i in ids)
 
 
 def test_stop_strings(model, ids):
     generator = Generator(model)
     free = generator.generate(ids, max_new_tokens=LENGTH)[:, ids.shape[1] :]
-    texts = Letters().batch_decode(free.tolist())
+    texts = [Letters().decode(row) for row in free.tolist()]
     words = [texts[0][4:7], texts[1][10:12]]
     stop = StopStrings(Letters(), words)
     got = generator.generate(ids, max_new_tokens=LENGTH, stop=stop, pad_token_id=0)

@@ -5,41 +5,18 @@ import re
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from flash_frac.data.tokenizer import byte_tokenizer
-from flash_frac.inference import FracStream
-from flash_frac.inference.text import TextTail
+from flash_frac.inference import FracStream, StopStrings
+from flash_frac.inference.text import TextTail, text_decoder
 from tests.inference.conftest import assert_holds
 from tests.models.conftest import make_model
 
-
-def spell(text, tokenizer, context=""):
-    """The pieces in which a text comes, token by token."""
-    tail, pieces = TextTail().skip(tokenizer(context).input_ids, tokenizer), []
-    for token in tokenizer(text).input_ids:
-        piece, tail = tail.take(token, tokenizer)
-        pieces.append(piece)
-    return pieces
+TEXT = "aé€😀日本語 ñ über 👨\u200d👩 नमस्ते мир, ça va"
 
 
-def test_letters_of_several_bytes():
-    tokenizer = byte_tokenizer()
-    text = "aé€😀日本語 ñ"
-    pieces = spell(text, tokenizer, context="vor ü")
-    assert [piece for piece in pieces if piece] == list(text)
-    assert pieces[1:3] == ["", "é"]
-    # Bytes that make no letter are shown as such, and hold nothing up for ever.
-    tail, shown = TextTail(), ""
-    for byte in [0x80] * 20 + [0xE2, 0x82] + list("né".encode()) + [0xFF] * 9 + list(b"end"):
-        piece, tail = tail.take(3 + byte, tokenizer)
-        shown += piece
-        assert len(tail.ids) < 12
-    raw = bytes([0x80] * 20 + [0xE2, 0x82]) + "né".encode() + b"\xff" * 9 + b"end"
-    assert shown == raw.decode(errors="replace")
-
-
-def test_words_with_their_spaces():
+def fallback_tokenizer():
     """A SentencePiece vocabulary: the first space of a text is dropped, rare letters are bytes."""
     names = ["<unk>", "▁ein", "▁Wort", *(f"<0x{byte:02X}>" for byte in range(256))]
     core = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[]))
@@ -51,12 +28,90 @@ def test_words_with_their_spaces():
             decoders.Strip(" ", 1),
         ]
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    tail, pieces = TextTail().skip([1], tokenizer), []
-    for token in [2, *(3 + byte for byte in "€😀".encode()), *[1] * 20, 2]:
-        piece, tail = tail.take(token, tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def as_bytes(text):
+    """Ids of a text in all of the tokenizers here, whose bytes follow three other tokens."""
+    return [3 + byte for byte in text.encode()]
+
+
+def spell(ids, tokenizer, before=()):
+    """The pieces in which the text of ids comes, token by token, after others that were skipped."""
+    decode = text_decoder(tokenizer)
+    tail, pieces = TextTail().skip(before, decode), []
+    for token in ids:
+        piece, tail = tail.take(token, decode)
         pieces.append(piece)
-    assert [piece for piece in pieces if piece] == [" Wort", "€", "😀", *[" ein"] * 20, " Wort"]
+        assert len(tail.ids) <= 16
+    return pieces
+
+
+TOKENIZERS = [byte_tokenizer, fallback_tokenizer, ByT5Tokenizer]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_letters_of_several_bytes(make):
+    """However a text is cut into what was fed and what comes, each letter comes once, and whole."""
+    tokenizer, ids = make(), as_bytes(TEXT)
+    for cut in range(len(ids)):
+        whole = TEXT.encode()[:cut].decode(errors="ignore")
+        pieces = spell(ids[cut:], tokenizer, ids[:cut])
+        assert [piece for piece in pieces if piece] == list(TEXT[len(whole) :])
+    assert spell(as_bytes("é"), tokenizer) == ["", "é"]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS[:2])
+def test_bytes_that_make_no_letter(make):
+    """They are shown as such, and hold nothing up for ever."""
+    raw = bytes([0x80] * 20 + [0xE2, 0x82]) + "né".encode() + b"\xff" * 9 + b"end"
+    tokenizer = make()
+    ids = [3 + byte for byte in raw]
+    if make is byte_tokenizer:
+        assert "".join(spell(ids, tokenizer)) == raw.decode(errors="replace")
+    pieces = spell([*ids, 1, 2], tokenizer)
+    assert "".join(map(str, map(bool, pieces))).count("False" * 4) == 0
+
+
+@pytest.mark.parametrize("special", [0, 1, 2])
+def test_special_tokens_show_nothing(special):
+    """Whatever their number, and between the bytes of a letter, too."""
+    tokenizer = byte_tokenizer()
+    a, b, c = as_bytes("€")
+    for number in (1, 3, 30):
+        ids = [*as_bytes("x"), *[special] * number, *as_bytes("é"), *[special] * number]
+        assert "".join(spell(ids, tokenizer)) == "xé"
+    assert "".join(spell([special, a, special, b, c], tokenizer)) == "€"
+
+
+def test_words_with_their_spaces():
+    tokenizer = fallback_tokenizer()
+    ids = [2, *as_bytes("€😀"), *[1] * 20, 2]
+    pieces = [piece for piece in spell(ids, tokenizer, [1]) if piece]
+    assert pieces == [" Wort", "€", "😀", *[" ein"] * 20, " Wort"]
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("stop", ["a", "語", "日本", "👩", " ñ", "va", "мир,", "本語 ñ", "absent"])
+def test_texts_that_end_a_sequence(make, stop):
+    """They are found with their last byte, wherever the bytes before them are cut."""
+    tokenizer, texts = make(), [TEXT, "x" + TEXT]
+    width = max(len(text.encode()) for text in texts)
+    ids = torch.tensor([(as_bytes(text) + as_bytes("." * width))[:width] for text in texts])
+    watch = StopStrings(tokenizer, ["nowhere", stop])
+    steps = [watch.begin(ids[:, :1]), *(watch.add(ids[:, n : n + 1]) for n in range(1, width))]
+    for text, found in zip(texts, torch.stack(steps, 1).tolist(), strict=True):
+        end = text.find(stop) + len(stop)
+        expected = len(text[:end].encode()) if stop in text else None
+        assert (found.index(True) + 1 if True in found else None) == expected
+
+
+def test_special_tokens_may_end_a_sequence():
+    watch = StopStrings(byte_tokenizer(), ["<eos>"])
+    assert [bool(watch.begin(torch.tensor([[70]]))), bool(watch.add(torch.tensor([[2]])))] == [
+        False,
+        True,
+    ]
 
 
 def test_text(tmp_path):
