@@ -1,30 +1,30 @@
 """Fast generation: the prompt in one parallel pass, then tokens from a CUDA graph.
 
-The state of a Frac model has a fixed size, so that a token costs the same kernels at the same
-addresses whatever came before. They are recorded once and replayed, and the chosen token goes from
-one replay to the next without the host. On a CPU the same calls run one by one, and so they do for
-hybrid models, whose keys and values grow with every token.
+The kernels of a token are recorded once and replayed, and the chosen token goes from one replay to
+the next without the host. Models that cannot be recorded (see `graphs.Recorder`) run the same calls
+one by one: on a CPU, or with attention layers, whose keys and values grow with every token.
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.sampling import GREEDY, SamplingSettings, choose
+from flash_frac.inference.state import check_model, empty_cache, pieces, read_tokens
 from flash_frac.inference.text import StopStrings
-from flash_frac.models import FracCache, FracForCausalLM
+from flash_frac.models import FracForCausalLM
 
-# The prompt is taken in pieces of at most so many tokens, in memory that does not grow with it.
+# The prompt is read in pieces of at most this many tokens, in memory that does not grow with it.
 PIECE = 16384
 # Longer pieces keep a GPU busy while the host prepares the next kernels, and need no graph.
 LONGEST_RECORDED = 4096
-# Of so many lengths the graphs are kept; then the one recorded first goes.
-MOST_RECORDED = 32
+# Tokens of an answer for which there is memory at first.
+FIRST_TOKENS = 256
 # How many replays pass between two looks at whether all sequences have ended.
 LOOK_EVERY = 32
 
@@ -32,8 +32,9 @@ LOOK_EVERY = 32
 class Generator:
     """Generates with one model, keeping the state of one batch and the graphs recorded for it.
 
-    A new batch size makes new states and graphs; so does moving or casting the model. A length of
-    prompt, up to LONGEST_RECORDED, is recorded when it comes up for the second time.
+    A new batch size makes new states and graphs, and so does any change of the model but one of its
+    weights in place. A length of prompt, up to LONGEST_RECORDED, is recorded when it comes up for
+    the second time.
 
     Args:
         model: on any device, in eval mode.
@@ -44,9 +45,11 @@ class Generator:
     """
 
     def __init__(self, model: FracForCausalLM) -> None:
+        check_model(model)
         if model.training:
             raise ValueError("model must be in eval mode; call model.eval()")
         self.model = model
+        self._recorder = Recorder(model)
         self._session: _Session | None = None
 
     @torch.no_grad()
@@ -74,10 +77,8 @@ class Generator:
                 attention_mask = None
         session = self._open(input_ids.shape[0])
         session.reset()
-        for start in range(0, input_ids.shape[1], PIECE):
-            piece = slice(start, start + PIECE)
-            mask = None if attention_mask is None else attention_mask[:, piece]
-            session.read(input_ids[:, piece], mask)
+        for piece in pieces(input_ids, attention_mask, PIECE):
+            session.read(*piece)
         return session.logits.clone()
 
     @torch.no_grad()
@@ -102,8 +103,8 @@ class Generator:
             eos_token_id: ends a sequence; when all have ended, generation stops. None: never.
             pad_token_id: fills the rest of sequences that have ended; by default eos_token_id.
             sampling: how tokens are chosen; the most likely ones by default.
-            seed: of the draws; None draws others each time.
-            stop: texts that end a sequence behind them; what follows is padding.
+            seed: random seed for sampling; None for another one each time.
+            stop: texts that end a sequence; padding follows them.
 
         Returns:
             (B, T + new) the prompts and what follows them.
@@ -127,7 +128,7 @@ class Generator:
             session.advance()
             if stop is not None:
                 session.end(stop.add(session.token))
-        new = session.chosen[:, : session.num_chosen()]
+        new = session.chosen[:, : int(session.position)]
         if eos_token_id is not None and stop is None:
             # Up to the last end of a sequence: what was chosen between two looks is padding.
             found = new == eos_token_id
@@ -183,43 +184,47 @@ class Generator:
         session.begin(max_new_tokens, eos, pad, sampling, seed)
         if sampling.repetition_penalty != 1:
             session.mark_seen(input_ids, attention_mask)
-        session.choose_first()
+        session.choose()
         return session
 
     def _open(self, batch: int) -> _Session:
-        if self._session is None or not self._session.fits(self.model, batch):
+        self._recorder.look()
+        if self._session is None or not self._session.fits(batch):
             self._session = None
-            self._session = _Session(self.model, batch)
+            # Tensors made in inference mode could not be written outside it.
+            with torch.inference_mode(False):
+                self._session = _Session(self._recorder, batch)
         return self._session
 
 
 class _Session:
-    """The state of a batch, what goes in and out of its graphs, and the graphs."""
+    """The state of a batch, and what goes in and out of its graphs."""
 
-    def __init__(self, model: FracForCausalLM, batch: int) -> None:
-        weight = model.lm_head.weight
-        self.model, self.batch, self.place = model, batch, (weight.data_ptr(), weight.dtype)
-        self.device = weight.device
-        self.records = self.device.type == "cuda" and not model.config.attention_layers
+    def __init__(self, recorder: Recorder, batch: int) -> None:
+        self.recorder, self.model, self.batch = recorder, recorder.model, batch
+        self.bindings = recorder.bindings
+        head = self.model.lm_head.weight
+        self.device = head.device
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-        self.logits = weight.new_zeros(batch, weight.shape[0], dtype=torch.float32)
+        self.logits = head.new_zeros(batch, head.shape[0], dtype=torch.float32)
         self.ended = torch.zeros(batch, 1, dtype=torch.bool, device=self.device)
         self.position = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.chosen = self.token.new_zeros(batch, 0)
-        self.ids: tuple[int | None, int | None] = (None, None)
+        self.chosen = self.token.new_zeros(batch, FIRST_TOKENS)
+        self.ends: tuple[int | None, int | None] = (None, None)
         self.sampling, self.turn = GREEDY, 0
         self.random = torch.Generator(self.device)
-        self.seen_tokens = torch.zeros_like(self.logits, dtype=torch.bool)
-        self.graphs: dict[Any, Any] = {}
-        self.seen: set[Any] = set()
-        self.pool = torch.cuda.graph_pool_handle() if self.records else None
-        self.cache = FracCache(model.config)
-        # Makes the tensors of the cache.
-        self.model.model(self.token, past_key_values=self.cache, use_cache=True)
+        self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
+        self.cache = empty_cache(self.model, batch)
+        self._bind()
 
-    def fits(self, model: FracForCausalLM, batch: int) -> bool:
-        weight = model.lm_head.weight
-        return self.batch == batch and self.place == (weight.data_ptr(), weight.dtype)
+    def fits(self, batch: int) -> bool:
+        """Whether this memory still suits the model, which only a recorded one is known to do."""
+        same = self.bindings is not None and self.bindings is self.recorder.bindings
+        return same and self.batch == batch
+
+    def _bind(self) -> None:
+        # All tensors of a session live as long as its cache; the list of chosen ones may grow.
+        self.recorder.bind(self.cache, self.chosen)
 
     def reset(self) -> None:
         """An empty state is one of zeros, in the recurrence as in the convolution's window."""
@@ -227,17 +232,14 @@ class _Session:
         self.cache.forget()
         self.turn += 1
 
-    def read(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Take tokens (B, T) into the state, and leave the logits after the last one."""
-        key = (ids.shape[1], mask is not None)
-        inputs = [x.to(self.device) for x in (ids, mask) if x is not None]
-        # Recording costs about as much as running: not for a length that never comes back.
-        short = ids.shape[1] <= LONGEST_RECORDED
-        if self.records and short and key in self.seen:
-            self._replay(key, self._forward, inputs)
-        else:
+    def read(self, *inputs: Tensor) -> None:
+        """Take ids (B, T), and a mask, into the state; keep the logits after the last."""
+        length = inputs[0].shape[1]
+        if length > LONGEST_RECORDED:
             self._forward(*inputs)
-        self.seen.add(key)
+        else:
+            kind = ("prompt", self.batch, length, len(inputs))
+            self.recorder.run(kind, self._forward, inputs)
 
     def begin(
         self,
@@ -247,29 +249,28 @@ class _Session:
         sampling: SamplingSettings,
         seed: int | None,
     ) -> None:
-        """Make ready for a generation: the tokens chosen go to `chosen` (B, num_tokens)."""
-        if self.chosen.shape[1] < num_tokens or self.ids != (eos, pad) or self.sampling != sampling:
-            # Graphs hold the address of the one and the values of the others.
-            self.graphs.pop("step", None)
-            self.chosen = self.token.new_zeros(self.batch, num_tokens)
-            self.ids, self.sampling = (eos, pad), sampling
+        """Make ready for a generation: the tokens chosen go to `chosen`, which holds as many."""
+        self.ends, self.sampling = (eos, pad), sampling
+        if self.chosen.shape[1] < num_tokens:
+            # Powers of two, because graphs are recorded again when it grows.
+            with torch.inference_mode(False):
+                size = 1 << (num_tokens - 1).bit_length()
+                self.chosen = self.token.new_zeros(self.batch, size)
+            self._bind()
         if seed is None:
             self.random.seed()
         else:
             self.random.manual_seed(seed)
         self.ended.zero_()
         self.position.zero_()
-        self.seen_tokens.zero_()
+        self.seen.zero_()
 
     def mark_seen(self, ids: Tensor, mask: Tensor | None) -> None:
         """Let the repetition penalty apply to the tokens (B, T) of the prompts."""
         real = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype)
-        counts = torch.zeros_like(self.seen_tokens, dtype=torch.long)
+        counts = torch.zeros_like(self.seen, dtype=torch.long)
         counts.scatter_add_(1, ids.to(self.device), real.to(self.device))
-        self.seen_tokens.copy_(counts > 0)
-
-    def choose_first(self) -> None:
-        self._choose()
+        self.seen.copy_(counts > 0)
 
     def end(self, ended: Tensor) -> None:
         """End the sequences where `ended` (B,) is True."""
@@ -277,85 +278,31 @@ class _Session:
 
     def advance(self) -> None:
         """One more token."""
-        if self.records:
-            self._replay("step", self._step, [])
-        else:
-            self._step()
+        # A graph holds the values of the settings.
+        kind = ("token", self.batch, self.ends, self.sampling)
+        self.recorder.run(kind, self._step, random=self.random)
 
     def all_ended(self) -> bool:
         return bool(self.ended.all())
 
-    def num_chosen(self) -> int:
-        return int(self.position)
-
     def _forward(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        output = self.model(
-            ids,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.logits.copy_(output.logits[:, -1])
+        self.logits.copy_(read_tokens(self.model, self.cache, ids, mask))
 
     def _step(self) -> None:
         self._forward(self.token)
-        self._choose()
+        self.choose()
 
-    def _choose(self) -> None:
+    def choose(self) -> None:
         """The next token, from the logits to the list of chosen ones and to the model's input."""
-        token = choose(
-            self.logits, self.sampling, seen=self.seen_tokens, generator=self.random
-        ).unsqueeze(1)
-        eos, pad = self.ids
+        token = choose(self.logits, self.sampling, seen=self.seen, generator=self.random)[:, None]
+        eos, pad = self.ends
         filler = eos if pad is None else pad
         if filler is not None:
             token = torch.where(self.ended, filler, token)
         if eos is not None:
             self.ended.logical_or_(token == eos)
         if self.sampling.repetition_penalty != 1:
-            self.seen_tokens.scatter_(1, token, True)
+            self.seen.scatter_(1, token, True)
         self.token.copy_(token)
         self.chosen.index_copy_(1, self.position, token)
         self.position += 1
-
-    def _replay(self, key: Any, function: Callable[..., None], inputs: list[Tensor]) -> None:
-        if key not in self.graphs:
-            if len(self.graphs) > MOST_RECORDED:
-                del self.graphs[next(k for k in self.graphs if k != "step")]
-            static = [x.clone() for x in inputs]
-            self.graphs[key] = (self._record(function, static), static)
-        graph, static = self.graphs[key]
-        for mine, given in zip(static, inputs, strict=True):
-            mine.copy_(given)
-        graph.replay()
-
-    def _record(self, function: Callable[..., None], inputs: list[Tensor]) -> torch.cuda.CUDAGraph:
-        """Run a function once, so that nothing is compiled meanwhile, and record it."""
-        kept, random = [x.clone() for x in self._written()], self.random.get_state()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
-        # Replays then draw on from where the numbers are.
-        graph.register_generator_state(self.random)
-        with torch.cuda.device(self.device):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                function(*inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            # One pool for all: what a replay leaves is outside it, in the session's own tensors.
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
-                function(*inputs)
-        for x, before in zip(self._written(), kept, strict=True):
-            x.copy_(before)
-        self.random.set_state(random)
-        return graph
-
-    def _written(self) -> list[Tensor]:
-        return [
-            *self.cache.tensors(),
-            self.token,
-            self.logits,
-            self.ended,
-            self.position,
-            self.chosen,
-            self.seen_tokens,
-        ]
