@@ -186,6 +186,21 @@ class FracStream:
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
+        return self.sample(sampling, max_new_tokens=max_new_tokens, seed=seed, eos=eos, stop=stop)
+
+    def sample(
+        self,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+        eos: bool | int | Sequence[int] = True,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Any]:
+        """`generate` with settings in one object.
+
+        Example: `stream.sample(SamplingSettings(temperature=0.8), max_new_tokens=100)`
+        """
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be None or at least 1, got {max_new_tokens}")
         if isinstance(stop, str) or not all(stop) or (stop and self.tokenizer is None):
