@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.baselines import mixer_of
-from flash_frac.inspect import evaluating
 from flash_frac.layers import RMSNorm
+from flash_frac.models.evaluating import evaluating
 from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops.loss import linear_cross_entropy
 

@@ -1,6 +1,7 @@
 """Rules of the house that a machine can check."""
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -211,8 +212,26 @@ def test_package_does_not_need_torch_to_be_imported():
 def test_unknown_names_are_refused():
     import flash_frac
 
+    assert all(getattr(flash_frac, name) is not None for name in flash_frac.__all__)
+    assert set(flash_frac.__all__) <= set(dir(flash_frac))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = flash_frac.nonsense
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("flash_frac.generation", ["Generator", "StopStrings"]),
+        ("flash_frac.sampling", ["GREEDY", "SamplingSettings", "adjust", "choose"]),
+        ("flash_frac.stream", ["FracStream", "StreamMark"]),
+    ],
+)
+def test_documented_imports_of_code_that_moved(module, names):
+    for name in names:
+        found = getattr(importlib.import_module(module), name)
+        assert type(found).__module__.startswith("flash_frac.inference.") or (
+            found.__module__.startswith("flash_frac.inference.")
+        )
 
 
 def test_a_missing_extra_is_named():

@@ -26,8 +26,8 @@ from flash_frac.bench.timing import (
     time_in_turns,
     wall_ms,
 )
+from flash_frac.inference import FracStream
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.stream import FracStream
 
 # A small model in which all kernels run.
 SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
@@ -181,7 +181,7 @@ def make_generator(subject: Subject, failures: list[str]) -> Any:
     """Our fast path of inference around the model; None for a peer, or if it cannot be made."""
 
     def make() -> Any:
-        from flash_frac.generation import Generator
+        from flash_frac.inference import Generator
 
         return Generator(subject.model)
 

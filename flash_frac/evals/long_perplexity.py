@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from flash_frac.evals.examples import Source, prepare_from_hub, read_records
 from flash_frac.evals.perplexity import BATCH_TOKENS
 from flash_frac.evals.suites import Metric, Request, Suite, Task
-from flash_frac.inspect import evaluating
 from flash_frac.models import FracPreTrainedModel
+from flash_frac.models.evaluating import evaluating
 
 NUM_DOCUMENTS = 50
 SCORE_LAST = 100

@@ -12,8 +12,7 @@ tokens add to reads and writes are left out. Letters: B batch, T time, H heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracPreTrainedModel
+from flash_frac.models.evaluating import evaluating
 from flash_frac.ops import ControlSettings, Dynamics, log_prior, mode_log_decay
 
 Visit = Callable[[int, FracMixer, Tensor, Tensor], None]
@@ -53,22 +53,6 @@ class LayerStatistics:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """The numbers by name, such as "memory/layer_0/alpha_mean" with that prefix."""
         return {f"{prefix}{name}": value for name, value in asdict(self).items()}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; afterwards every module has the mode it had.
-
-    Example: `with evaluating(model): logits = model(ids).logits`
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def memory_statistics(

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from flash_frac.inference import FracStream
+from flash_frac.inference.state import states_of
 from flash_frac.models import FracCache
-from flash_frac.stream import FracStream
-from flash_frac.stream.state import states_of
 from tests.models.conftest import make_model
 
 

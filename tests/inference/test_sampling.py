@@ -10,7 +10,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from flash_frac.sampling import SamplingSettings, adjust, choose
+from flash_frac.inference.sampling import SamplingSettings, adjust, choose
 
 VOCABULARY = 50
 

@@ -8,7 +8,6 @@ Letters: B sequences, T time, V vocabulary, H heads, M modes, D head channels, I
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,24 +18,32 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from flash_frac.layers import MixerState
-from flash_frac.models import FracCache, FracForCausalLM
-from flash_frac.sampling import SamplingSettings, choose
-from flash_frac.stream.graphs import Steps
-from flash_frac.stream.inputs import Inputs, end_ids, to_ids
-from flash_frac.stream.state import (
+from flash_frac.inference.graphs import Recorder
+from flash_frac.inference.sampling import SamplingSettings, choose
+from flash_frac.inference.state import (
     StreamMark,
     check_fading,
-    empty_state,
-    from_tensors,
+    check_model,
+    copy_cache,
+    empty_cache,
     let_pass,
-    make_cache,
-    mixers,
+    padding_mask,
+    read_pieces,
+    read_tokens,
     states_of,
-    to_tensors,
 )
-from flash_frac.stream.storage import check_model, fingerprint, read_file, write_file
-from flash_frac.stream.text import CONTEXT, TextTail
+from flash_frac.inference.storage import read_mark, write_mark
+from flash_frac.inference.text import (
+    CONTEXT,
+    Inputs,
+    StopStrings,
+    TextTail,
+    end_ids,
+    text_decoder,
+    to_ids,
+)
+from flash_frac.layers import MixerState
+from flash_frac.models import FracCache, FracForCausalLM
 
 
 class FracStream:
@@ -64,18 +71,21 @@ class FracStream:
         *,
         batch_size: int = 1,
     ) -> None:
-        _check_kind(model)
+        check_model(model)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.model, self.tokenizer = model, tokenizer
         head = model.lm_head.weight
         seen = torch.zeros(batch_size, head.shape[0], dtype=torch.bool, device=head.device)
         tails = () if tokenizer is None else (TextTail(),) * batch_size
-        cache = make_cache(model, [empty_state(mixer, batch_size) for mixer in mixers(model)])
-        self._now = StreamMark(cache, None, seen, (0,) * batch_size, tails)
+        cache = empty_cache(model, batch_size)
+        self._set(StreamMark(cache, None, seen, (0,) * batch_size, tails), model, tokenizer)
+
+    def _set(self, now: StreamMark, model: FracForCausalLM, tokenizer: Any) -> None:
+        self.model, self.tokenizer, self._now = model, tokenizer, now
         self._spare: FracCache | None = None
         self._marks: list[StreamMark] = []
-        self._steps = Steps()
+        self._recorder = Recorder(model)
+        self._decode = None if tokenizer is None else text_decoder(tokenizer)
 
     @property
     def batch_size(self) -> int:
@@ -131,11 +141,11 @@ class FracStream:
                 "logits of the next token are not known yet; feed a token to each first"
             )
         tails = self._now.tails
-        if self.tokenizer is not None:
+        if self._decode is not None:
             rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
             ends = (row[-count:] if count else [] for row, count in rows)
-            tails = tuple(t.skip(x, self.tokenizer) for t, x in zip(tails, ends, strict=True))
-        self._steps.look(self.model)
+            tails = tuple(t.skip(x, self._decode) for t, x in zip(tails, ends, strict=True))
+        self._recorder.look()
         self._read(ids, counts, tails)
         return self
 
@@ -160,7 +170,7 @@ class FracStream:
             max_new_tokens: how many at most; None for no bound.
             temperature, top_k, top_p, min_p, repetition_penalty: of `SamplingSettings`; the penalty
                 is for all tokens of the stream.
-            seed: of the random numbers of this call; None to take torch's own.
+            seed: random seed of this call; None to draw from torch's default generator.
             eos: whether the model's end token ends a sequence, or which ids do. They are read, too.
             stop: texts that end a sequence; they are read and yielded.
 
@@ -169,53 +179,66 @@ class FracStream:
             a letter begun is held back, for the next call too. Without, ids (B,); a sequence that
             has ended gets padding, which its state does not read.
         """
-        settings = SamplingSettings(
+        sampling = SamplingSettings(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
+        return self.sample(sampling, max_new_tokens=max_new_tokens, seed=seed, eos=eos, stop=stop)
+
+    def sample(
+        self,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+        eos: bool | int | Sequence[int] = True,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Any]:
+        """`generate` with settings in one object.
+
+        Example: `stream.sample(SamplingSettings(temperature=0.8), max_new_tokens=100)`
+        """
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be None or at least 1, got {max_new_tokens}")
         if isinstance(stop, str) or not all(stop) or (stop and self.tokenizer is None):
             raise ValueError(f"stop must be a list of texts and needs a tokenizer, got {stop!r}")
-        place = self._known_logits().device
-        generator = None if seed is None else torch.Generator(place).manual_seed(seed)
+        device = self._known_logits().device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         ends = end_ids(eos, self.model, self.tokenizer)
-        return self._generate(max_new_tokens, settings, generator, ends, stop)
+        stops = StopStrings(self.tokenizer, stop) if stop else None
+        return self._tokens(sampling, max_new_tokens, generator, ends, stops)
 
-    def _generate(
+    def _tokens(
         self,
+        sampling: SamplingSettings,
         limit: int | None,
-        settings: SamplingSettings,
         generator: torch.Generator | None,
         ends: list[int],
-        stop: Sequence[str],
+        stops: StopStrings | None,
     ) -> Iterator[Any]:
         pad = self.model.config.pad_token_id
         filling = pad if pad is not None else next(iter(ends), 0)
         alive, number = [1] * self.batch_size, 0
-        written = [""] * self.batch_size
-        self._steps.look(self.model)
+        if stops is not None:
+            stops.watch(self.batch_size)
+        self._recorder.look()
         while number != limit and any(alive):
-            seen = self._now.seen
-            ids = choose(self._known_logits(), settings, seen=seen, generator=generator)
+            ids = choose(self._known_logits(), sampling, seen=self._now.seen, generator=generator)
             if not all(alive):
                 ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
             tokens, shown, tails = ids.tolist(), [""] * len(alive), list(self._now.tails)
-            if self.tokenizer is not None:
-                for index in (n for n, lives in enumerate(alive) if lives):
-                    piece = tails[index].take(tokens[index], self.tokenizer)
-                    shown[index], tails[index] = piece
+            if self._decode is not None:
+                for row in (n for n, lives in enumerate(alive) if lives):
+                    shown[row], tails[row] = tails[row].take(tokens[row], self._decode)
             # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
             self._read(ids[:, None], alive, tuple(tails))
             alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
-            for index, piece in enumerate(shown if stop else []):
-                # No longer than it takes to find a text that this piece completes.
-                written[index] = written[index][-max(map(len, stop)) :] + piece
-                if any(text in written[index] for text in stop):
-                    alive[index] = 0
+            if stops is not None:
+                done = [stops.completes(row, piece) for row, piece in enumerate(shown)]
+                alive = [int(n and not x) for n, x in zip(alive, done, strict=True)]
             number += 1
             if self.tokenizer is None:
                 yield ids
@@ -229,13 +252,13 @@ class FracStream:
 
     def rollback(self, mark: StreamMark | None = None) -> FracStream:
         """Be again, to the bit, as at a mark, by default the last; those after it are dropped."""
-        del self._marks[self._place(mark) + 1 :]
+        del self._marks[self._index(mark) + 1 :]
         self._commit(self._draft(self._marks[-1]))
         return self
 
     def release(self, mark: StreamMark | None = None) -> FracStream:
         """Drop a mark, by default the last, and those after it; the stream stays as it is."""
-        del self._marks[self._place(mark) :]
+        del self._marks[self._index(mark) :]
         return self
 
     def fork(self) -> FracStream:
@@ -289,19 +312,13 @@ class FracStream:
         if gap == 0:
             return self
         draft = self._draft()
-        for mixer, state in zip(mixers(self.model), states_of(draft.cache), strict=True):
-            let_pass(mixer, state, gap)
+        let_pass(self.model, draft.cache, gap)
         self._commit(replace(draft, logits=None))
         return self
 
     def save(self, path: str | Path) -> None:
         """Write the stream, without its marks, to a file: all of it or, if that fails, nothing."""
-        now = self._now
-        tensors = {"seen": now.seen} | ({} if now.logits is None else {"logits": now.logits})
-        tensors |= to_tensors(now.cache, self.batch_size)
-        tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in now.tails])
-        facts = fingerprint(self.model) | {"lengths": json.dumps(now.lengths), "tails": tails}
-        write_file(Path(path), facts, tensors)
+        write_mark(Path(path), self._now, self.model)
 
     @classmethod
     def load(
@@ -314,28 +331,15 @@ class FracStream:
 
         Example: `FracStream.load("book.stream", model, tokenizer).feed("The end?")`
         """
-        _check_kind(model)
-        facts, tensors = read_file(Path(path))
-        check_model(Path(path), facts, model)
-        place, logits = model.lm_head.weight.device, tensors.get("logits")
-        lengths, tails = tuple(json.loads(facts["lengths"])), ()
-        if tokenizer is not None:
-            # It may have been saved without one.
-            kept = json.loads(facts["tails"]) or [[[], 0, 0]] * len(lengths)
-            tails = tuple(TextTail(tuple(ids), *rest) for ids, *rest in kept)
-        # Copies, because on a CPU these would be the file itself, mapped into memory.
-        logits = None if logits is None else logits.to(place, copy=True)
-        cache, seen = from_tensors(model, tensors), tensors["seen"].to(place, copy=True)
-        return cls._at(StreamMark(cache, logits, seen, lengths, tails), model, tokenizer)
+        check_model(model)
+        now = read_mark(Path(path), model, text=tokenizer is not None)
+        return cls._at(now, model, tokenizer)
 
     @classmethod
-    def _at(
-        cls, now: StreamMark, model: FracForCausalLM, tokenizer: PreTrainedTokenizerBase | None
-    ) -> FracStream:
+    def _at(cls, now: StreamMark, model: FracForCausalLM, tokenizer: Any) -> FracStream:
         """A stream at this moment, without marks."""
         stream = object.__new__(cls)
-        stream.model, stream.tokenizer = model, tokenizer
-        stream._now, stream._spare, stream._marks, stream._steps = now, None, [], Steps()
+        stream._set(now, model, tokenizer)
         return stream
 
     def _draft(self, mark: StreamMark | None = None) -> StreamMark:
@@ -351,20 +355,30 @@ class FracStream:
 
     def _read(self, ids: Tensor, counts: Sequence[int], tails: tuple[TextTail, ...]) -> None:
         """Take in ids (B, T), of each sequence the last `counts`; T > 0."""
-        before, place = self._now, self._now.seen.device
-        fed, mask, tokens = torch.tensor(counts)[:, None], None, ids
-        if min(counts) < ids.shape[1]:
-            mask = torch.arange(ids.shape[1]) >= ids.shape[1] - fed
-            # In place of padding the last token once more, which was seen anyway.
-            tokens = torch.where(mask.to(ids.device), ids, ids[:, -1:])
-        spare, self._spare = self._spare, None
-        cache, logits = self._steps.read(self.model, before, spare, ids, mask)
-        seen = before.seen.scatter(1, tokens.to(place), True)
-        if min(counts) == 0 and before.logits is not None:
-            some = (fed > 0).to(place)
-            logits, seen = logits.where(some, before.logits), seen.where(some, before.seen)
-        lengths = tuple(n + count for n, count in zip(before.lengths, counts, strict=True))
-        self._commit(StreamMark(cache, logits, seen, lengths, tails))
+        cache, logits = self._step(ids, padding_mask(ids, counts))
+        self._commit(self._now.after(ids, counts, tails, cache, logits))
+
+    def _step(self, ids: Tensor, mask: Tensor | None) -> tuple[FracCache, Tensor]:
+        """The cache after ids (B, T) and logits (B, V); one token is read from a CUDA graph.
+
+        Two caches take turns, so that there are two graphs: there and back. After a call that fails
+        the spare one is dropped, for what it holds is no state.
+        """
+        source, (spare, self._spare) = self._now.cache, (self._spare, None)
+        if spare is None or ids.shape[1] > 1:
+            after = self._now.copy(self.model, spare).cache
+            return after, read_pieces(self.model, after, ids, mask)
+        model, batch_size = self.model, self.batch_size
+
+        def step(ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            copy_cache(source, spare, batch_size)
+            return read_tokens(model, spare, ids, mask)
+
+        self._recorder.bind(source, spare)
+        inputs = [x for x in (ids, mask) if x is not None]
+        logits = self._recorder.run(("token", len(inputs)), step, inputs, variant=id(source))
+        assert logits is not None
+        return spare, logits
 
     def _known_logits(self) -> Tensor:
         if self._now.logits is None:
@@ -374,20 +388,12 @@ class FracStream:
             )
         return self._now.logits
 
-    def _place(self, mark: StreamMark | None) -> int:
-        """Where a mark stands among those of this stream."""
-        places = [n for n, mine in enumerate(self._marks) if mark is None or mine is mark]
-        if not places:
+    def _index(self, mark: StreamMark | None) -> int:
+        """The position of a mark among those of this stream."""
+        found = [n for n, mine in enumerate(self._marks) if mark is None or mine is mark]
+        if not found:
             raise ValueError(
                 f"mark must be one that this stream has, got {mark} and "
                 f"{len(self._marks)} marks; rollback and release drop the marks after theirs"
             )
-        return places[-1]
-
-
-def _check_kind(model: object) -> None:
-    if not isinstance(model, FracForCausalLM):
-        raise ValueError(
-            f"model must be a FracForCausalLM, got {type(model).__name__}; of a wrapped one "
-            "(compiled, or in DistributedDataParallel) pass the model inside"
-        )
+        return found[-1]

@@ -5,10 +5,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flash_frac.stream import FracStream
-from flash_frac.stream.storage import fingerprint
+from flash_frac.inference import FracStream
+from flash_frac.inference.storage import fingerprint
+from tests.inference.conftest import assert_same, take
 from tests.models.conftest import make_model
-from tests.stream.conftest import assert_same, take
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -35,7 +35,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, stream, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("flash_frac.stream.storage.os.fsync", full)
+    monkeypatch.setattr("flash_frac.inference.storage.os.fsync", full)
     with pytest.raises(OSError, match="no space left"):
         stream.advance(1).save(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

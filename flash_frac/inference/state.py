@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer, MixerState
 from flash_frac.models import FracCache, FracForCausalLM
 from flash_frac.models.cache import AttentionMemory, read_state, write_state
+from flash_frac.models.evaluating import evaluating
 from flash_frac.models.modeling import FracBlock
 from flash_frac.ops import dynamics, mode_log_decay
-from flash_frac.stream.text import TextTail
 
-# Tokens are read in pieces of so many, in memory that does not grow with their number.
+# Tokens of a piece in `read_pieces`.
 PIECE = 4096
 
 
@@ -49,10 +49,30 @@ class StreamMark:
         if into is None:
             into = make_cache(model, states_of(self.cache), self.memory())
         else:
-            copy_states(self.cache, into)
-            into.set_memory(self.memory())
+            copy_cache(self.cache, into, len(self.lengths))
         logits = None if self.logits is None else self.logits.clone()
         return replace(self, cache=into, logits=logits)
+
+    def after(
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        tails: tuple[TextTail, ...],
+        cache: FracCache,
+        logits: Tensor,
+    ) -> StreamMark:
+        """The moment after ids (B, T), of each sequence the last `counts`, with what they left."""
+        device, fed = self.seen.device, torch.tensor(counts)[:, None]
+        mask = padding_mask(ids, counts)
+        if mask is not None:
+            # Instead of padding the last token once more, which was seen anyway.
+            ids = torch.where(mask.to(ids.device), ids, ids[:, -1:])
+        seen = self.seen.scatter(1, ids.to(device), True)
+        if min(counts) == 0 and self.logits is not None:
+            some = (fed > 0).to(device)
+            logits, seen = logits.where(some, self.logits), seen.where(some, self.seen)
+        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
+        return StreamMark(cache, logits, seen, lengths, tails)
 
     def memory(self) -> AttentionMemory:
         """What the attention layers remember, in the memory of the cache."""
@@ -85,42 +105,56 @@ class StreamMark:
         )
 
 
-@contextmanager
-def evaluating(model: FracForCausalLM) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every module has its mode again."""
-    # Going through all modules takes longer than some of the kernels of a token.
-    modes = [(x, x.training) for x in model.modules()] if model.training else []
-    try:
-        if modes:
-            model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def check_model(model: object) -> None:
+    """ValueError unless this is a FracForCausalLM itself."""
+    if not isinstance(model, FracForCausalLM):
+        raise ValueError(
+            f"model must be a FracForCausalLM, got {type(model).__name__}; of a wrapped one "
+            "(compiled, or in DistributedDataParallel) pass the model inside"
+        )
 
 
 def read_tokens(
-    model: FracForCausalLM, cache: FracCache, ids: Tensor, mask: Tensor | None
+    model: FracForCausalLM, cache: FracCache, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Take ids (B, T) into the cache; logits (B, V) after the last.
+    """Take ids (B, T) into the cache; logits (B, V) float32 after the last.
 
     Args:
-        mask: (B, T), False at padding, on the left; None if there is none.
+        mask: (B, T), 0 at padding, on the left; None if there is none.
     """
-    place, logits = model.model.embed_tokens.weight.device, None
+    device = model.model.embed_tokens.weight.device
     with evaluating(model):
-        for start in range(0, ids.shape[1], PIECE):
-            piece = slice(start, start + PIECE)
-            logits = model(
-                ids[:, piece].to(place),
-                attention_mask=None if mask is None else mask[:, piece].to(place),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
-    assert logits is not None
-    return logits[:, -1]
+        output = model(
+            ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return output.logits[:, -1]
+
+
+def read_pieces(
+    model: FracForCausalLM, cache: FracCache, ids: Tensor, mask: Tensor | None
+) -> Tensor:
+    """`read_tokens` in memory that does not grow with T."""
+    *parts, last = pieces(ids, mask, PIECE)
+    for part in parts:
+        read_tokens(model, cache, *part)
+    return read_tokens(model, cache, *last)
+
+
+def padding_mask(ids: Tensor, counts: Sequence[int]) -> Tensor | None:
+    """(B, T), False before the last `counts` of each sequence; None if all of ids (B, T) count."""
+    if min(counts) == ids.shape[1]:
+        return None
+    return torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(counts)[:, None]
+
+
+def pieces(ids: Tensor, mask: Tensor | None, size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Ids (B, T), and the mask if there is one, cut along T into pieces of at most `size`."""
+    whole = [x for x in (ids, mask) if x is not None]
+    yield from zip(*(x.split(size, 1) for x in whole), strict=True)
 
 
 def mixers(model: FracForCausalLM) -> list[FracMixer]:
@@ -137,45 +171,24 @@ def empty_state(mixer: FracMixer, batch_size: int) -> MixerState:
     return MixerState(weight.new_zeros(sizes, dtype=wide), weight.new_zeros(window))
 
 
+def empty_cache(model: FracForCausalLM, batch_size: int) -> FracCache:
+    """The cache of B sequences without tokens."""
+    return make_cache(model, [empty_state(mixer, batch_size) for mixer in mixers(model)])
+
+
 @torch.no_grad()
 def make_cache(
     model: FracForCausalLM, states: Sequence[MixerState], memory: AttentionMemory | None = None
 ) -> FracCache:
     """A cache that holds copies of these states of the Frac layers, and this memory itself."""
     cache = FracCache(model.config)
-    for index, state in zip(cache.frac_layers, states, strict=True):
-        write_state(cache, index, state)
+    # Tensors made in inference mode could not be written outside it.
+    with torch.inference_mode(False):
+        for index, state in zip(cache.frac_layers, states, strict=True):
+            write_state(cache, index, state)
     if memory is not None:
         cache.set_memory(memory)
     return cache
-
-
-def to_tensors(cache: FracCache, batch_size: int) -> dict[str, Tensor]:
-    """Everything that a cache holds, by names that begin with the number of the layer."""
-    tensors = {}
-    for index, state in zip(cache.frac_layers, states_of(cache), strict=True):
-        tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
-    memory = cache.memory(batch_size)
-    for index, (keys, values) in memory.layers.items():
-        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
-    return tensors | ({"real": memory.real} if memory.layers else {})
-
-
-def from_tensors(model: FracForCausalLM, tensors: dict[str, Tensor]) -> FracCache:
-    """The cache that `to_tensors` was given, on the devices of the layers, in other memory."""
-    states, layers, place = [], {}, model.lm_head.weight.device
-    for index, block in enumerate(model.model.layers):
-        place = next(block.parameters()).device
-        if isinstance(block, FracBlock):
-            names = (f"{index}.recurrent", f"{index}.conv")
-            states.append(MixerState(*(tensors[name] for name in names)).to(place))
-        elif f"{index}.keys" in tensors:
-            names = (f"{index}.keys", f"{index}.values")
-            # Copies, because on a CPU these would be the file itself, mapped into memory.
-            layers[index] = tuple(tensors[name].to(place, copy=True) for name in names)
-    blank = torch.ones(states[0].batch_size, 0, dtype=torch.bool)
-    memory = AttentionMemory(layers, tensors.get("real", blank).to(place, copy=True))
-    return make_cache(model, states, memory)
 
 
 @torch.no_grad()
@@ -186,12 +199,14 @@ def states_of(cache: FracCache) -> list[MixerState]:
 
 
 @torch.no_grad()
-def copy_states(source: FracCache, target: FracCache) -> None:
-    """Copy all states, in two kernels where the device allows it: one for each dtype."""
+def copy_cache(source: FracCache, target: FracCache, batch_size: int) -> None:
+    """Copy everything; states in two kernels where the device allows it, one for each dtype."""
     pairs = list(zip(states_of(target), states_of(source), strict=True))
     for name in ("recurrent", "conv"):
         mine, theirs = ([getattr(pair[n], name) for pair in pairs] for n in (0, 1))
         torch._foreach_copy_(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
+    if source.attention_layers:
+        target.set_memory(source.memory(batch_size))
 
 
 @torch.no_grad()
@@ -217,11 +232,12 @@ def check_fading(model: FracForCausalLM) -> None:
 
 
 @torch.no_grad()
-def let_pass(mixer: FracMixer, state: MixerState, gap: float) -> None:
-    """`FracStream.advance` for one layer, in place."""
-    # In float64: a factor close to 1, for a slow mode, would be off the same way every time.
-    factor = torch.exp(gap * idle_log_decay(mixer).double())
-    state.recurrent.copy_(state.recurrent * factor[..., None])
-    shift = min(math.floor(gap), state.conv.shape[-1])
-    zeros = state.conv.new_zeros(*state.conv.shape[:2], shift)
-    state.conv.copy_(torch.cat([state.conv[..., shift:], zeros], -1))
+def let_pass(model: FracForCausalLM, cache: FracCache, gap: float) -> None:
+    """`FracStream.advance`, in the memory of the cache."""
+    for mixer, state in zip(mixers(model), states_of(cache), strict=True):
+        # In float64: a factor close to 1, for a slow mode, would be off the same way every time.
+        factor = torch.exp(gap * idle_log_decay(mixer).double())
+        state.recurrent.copy_(state.recurrent * factor[..., None])
+        shift = min(math.floor(gap), state.conv.shape[-1])
+        zeros = state.conv.new_zeros(*state.conv.shape[:2], shift)
+        state.conv.copy_(torch.cat([state.conv[..., shift:], zeros], -1))

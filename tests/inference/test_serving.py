@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from flash_frac.inference.serving import serve
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.export import export
-from flash_frac.serving import serve
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 120
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -120,10 +121,15 @@ def post(address, body):
         return json.load(answer)
 
 
+@cache
+def load(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    return AutoTokenizer.from_pretrained(checkpoint), model
+
+
 def expected(checkpoint, prompt, num):
     """The text that follows a prompt, or messages, greedily."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    tokenizer, model = load(checkpoint)
     if not isinstance(prompt, str):
         prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(prompt, return_tensors="pt")

@@ -20,8 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flash_frac.models import FracForCausalLM
-from flash_frac.stream.state import mixers
+from flash_frac.inference.state import StreamMark, make_cache, mixers, states_of
+from flash_frac.inference.text import TextTail
+from flash_frac.layers import MixerState
+from flash_frac.models import FracCache, FracForCausalLM
+from flash_frac.models.cache import AttentionMemory
+from flash_frac.models.modeling import FracBlock
 
 FORMAT, VERSION = "flash_frac.stream", "1"
 SAMPLES = 256
@@ -80,14 +84,70 @@ def fingerprint(model: FracForCausalLM) -> dict[str, str]:
 
 def _sample(x: Tensor) -> Tensor:
     """SAMPLES elements of a tensor, or all if there are no more."""
-    places = torch.arange(min(SAMPLES, x.numel()), device=x.device)
+    positions = torch.arange(min(SAMPLES, x.numel()), device=x.device)
     if x.numel() > SAMPLES:
-        places = places * STRIDE % x.numel()
-    return torch.take(x, places)
+        positions = positions * STRIDE % x.numel()
+    return torch.take(x, positions)
 
 
-def write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """Write a file that is there whole or not at all."""
+def _to_tensors(cache: FracCache, batch_size: int) -> dict[str, Tensor]:
+    """Everything that a cache holds, by names that begin with the number of the layer."""
+    tensors = {}
+    for index, state in zip(cache.frac_layers, states_of(cache), strict=True):
+        tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
+    memory = cache.memory(batch_size)
+    for index, (keys, values) in memory.layers.items():
+        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
+    return tensors | ({"real": memory.real} if memory.layers else {})
+
+
+def _from_tensors(model: FracForCausalLM, tensors: dict[str, Tensor]) -> FracCache:
+    """The cache that `_to_tensors` was given, on the devices of the layers, in other memory."""
+    states, layers, device = [], {}, model.lm_head.weight.device
+    for index, block in enumerate(model.model.layers):
+        device = next(block.parameters()).device
+        if isinstance(block, FracBlock):
+            names = (f"{index}.recurrent", f"{index}.conv")
+            states.append(MixerState(*(tensors[name] for name in names)).to(device))
+        elif f"{index}.keys" in tensors:
+            names = (f"{index}.keys", f"{index}.values")
+            # Copies, because on a CPU these would be the file itself, mapped into memory.
+            layers[index] = tuple(tensors[name].to(device, copy=True) for name in names)
+    blank = torch.ones(states[0].batch_size, 0, dtype=torch.bool)
+    memory = AttentionMemory(layers, tensors.get("real", blank).to(device, copy=True))
+    return make_cache(model, states, memory)
+
+
+def write_mark(path: Path, mark: StreamMark, model: FracForCausalLM) -> None:
+    """Write a moment of a stream to a file that is there whole or not at all."""
+    tensors = {"seen": mark.seen} | ({} if mark.logits is None else {"logits": mark.logits})
+    tensors |= _to_tensors(mark.cache, len(mark.lengths))
+    tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in mark.tails])
+    facts = fingerprint(model) | {"lengths": json.dumps(mark.lengths), "tails": tails}
+    _write_file(path, facts, tensors)
+
+
+def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
+    """What `write_mark` has written, on the devices of the model, which must be the same.
+
+    Args:
+        text: whether the stream shows text.
+    """
+    facts, tensors = _read_file(path)
+    _check_same_model(path, facts, model)
+    device, logits = model.lm_head.weight.device, tensors.get("logits")
+    lengths, tails = tuple(json.loads(facts["lengths"])), ()
+    if text:
+        # It may have been saved without a tokenizer.
+        kept = json.loads(facts["tails"]) or [[[], 0, 0]] * len(lengths)
+        tails = tuple(TextTail(tuple(ids), *rest) for ids, *rest in kept)
+    # Copies, because on a CPU these would be the file itself, mapped into memory.
+    logits = None if logits is None else logits.to(device, copy=True)
+    seen = tensors["seen"].to(device, copy=True)
+    return StreamMark(_from_tensors(model, tensors), logits, seen, lengths, tails)
+
+
+def _write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) -> None:
     facts = {"format": FORMAT, "version": VERSION, **facts}
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
@@ -100,8 +160,8 @@ def write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) ->
         draft.unlink(missing_ok=True)
 
 
-def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What `write_file` has written; ValueError if it is something else, or damaged."""
+def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What `_write_file` has written; ValueError if it is something else, or damaged."""
     try:
         with safe_open(path, "pt") as file:
             facts = dict(file.metadata() or {})
@@ -127,7 +187,7 @@ def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return facts, tensors
 
 
-def check_model(path: Path, facts: dict[str, str], model: FracForCausalLM) -> None:
+def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM) -> None:
     """ValueError that says what differs, unless the file was written with this model."""
     here = fingerprint(model)
     if here["settings"] != facts["settings"]:

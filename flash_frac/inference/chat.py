@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_frac.sampling import SamplingSettings
-from flash_frac.stream import FracStream
+from flash_frac.inference import FracStream
+from flash_frac.inference.sampling import SamplingSettings
 
 
 def open_stream(checkpoint: str | Path, state: str | Path | None = None) -> FracStream:
@@ -49,17 +49,8 @@ def continue_text(
     """
     if prompt:
         stream.feed(prompt)
-    pieces = stream.generate(
-        max_new_tokens=max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=seed,
-    )
     try:
-        for piece in pieces:
+        for piece in stream.sample(sampling, max_new_tokens=max_new_tokens, seed=seed):
             write(piece)
     except KeyboardInterrupt:
         return False

@@ -6,17 +6,17 @@ import sys
 import pytest
 import torch
 
-import flash_frac.stream.state
+import flash_frac.inference.state
+from flash_frac.inference import FracStream
 from flash_frac.ops import causal_conv, frac_scan
-from flash_frac.stream import FracStream
+from tests.inference.conftest import assert_holds, assert_same, take, tensors
 from tests.models.conftest import make_model
-from tests.stream.conftest import assert_holds, assert_same, take, tensors
 
 
 @pytest.mark.parametrize("piece", [1, 7, 4096])
 @pytest.mark.parametrize("cuts", [[40], [1, 1, 38], [17, 20, 3], [39, 1]])
 def test_any_cut_is_one_pass(model, ids, monkeypatch, piece, cuts):
-    monkeypatch.setattr(flash_frac.stream.state, "PIECE", piece)
+    monkeypatch.setattr(flash_frac.inference.state, "PIECE", piece)
     stream = FracStream(model, batch_size=3)
     for part in ids.split(cuts, 1):
         assert stream.feed(part) is stream
@@ -34,7 +34,7 @@ def test_kinds_of_inputs(model, ids):
 
 
 def test_sequences_of_different_lengths(model, ids, monkeypatch):
-    monkeypatch.setattr(flash_frac.stream.state, "PIECE", 7)
+    monkeypatch.setattr(flash_frac.inference.state, "PIECE", 7)
     stream = FracStream(model, batch_size=3)
     stream.feed([ids[0, :30].tolist(), ids[1, :5].tolist(), ids[2, :29].tolist()])
     # One that gets nothing stays as it is.
@@ -250,7 +250,7 @@ def test_memory_is_constant():
     code = """
 import resource, torch
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.stream import FracStream
+from flash_frac.inference import FracStream
 torch.set_num_threads(1)
 sizes = dict(num_hidden_layers=2, num_attention_heads=1, frac_num_modes=4)
 stream = FracStream(FracForCausalLM(FracConfig(vocab_size=32, hidden_size=8, **sizes)))

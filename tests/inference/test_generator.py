@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import flash_frac.generation
-from flash_frac.generation import Generator, StopStrings
-from flash_frac.sampling import SamplingSettings, choose
+import flash_frac.inference.generator
+from flash_frac.inference import Generator, StopStrings
+from flash_frac.inference.sampling import SamplingSettings, choose
 from tests.models.conftest import make_model
 
 LENGTH = 40
@@ -50,14 +50,14 @@ def test_left_padding(model, ids):
 
 def test_pieces(model, ids, monkeypatch):
     expected = Generator(model).generate(ids, max_new_tokens=LENGTH)
-    monkeypatch.setattr(flash_frac.generation, "PIECE", 7)
+    monkeypatch.setattr(flash_frac.inference.generator, "PIECE", 7)
     assert torch.equal(Generator(model).generate(ids, max_new_tokens=LENGTH), expected)
 
 
 @pytest.mark.parametrize("look_every", [1, 7, 100])
 def test_ending(model, ids, monkeypatch, look_every):
     """Sequences end one by one, are filled up, and nothing follows the last end."""
-    monkeypatch.setattr(flash_frac.generation, "LOOK_EVERY", look_every)
+    monkeypatch.setattr(flash_frac.inference.generator, "LOOK_EVERY", look_every)
     free = hugging_face(model, ids)[:, ids.shape[1] :]
     generator = Generator(model)
     for eos in {int(free[0, 3]), int(free[1, 9]), int(free[2, 0])}:
@@ -128,14 +128,14 @@ def test_streaming(model, ids):
 class Letters:
     """A tokenizer of one letter a token."""
 
-    def batch_decode(self, rows):
-        return ["".join(chr(32 + i) for i in row) for row in rows]
+    def decode(self, ids):
+        return "".join(chr(32 + i) for i in ids)
 
 
 def test_stop_strings(model, ids):
     generator = Generator(model)
     free = generator.generate(ids, max_new_tokens=LENGTH)[:, ids.shape[1] :]
-    texts = Letters().batch_decode(free.tolist())
+    texts = [Letters().decode(row) for row in free.tolist()]
     words = [texts[0][4:7], texts[1][10:12]]
     stop = StopStrings(Letters(), words)
     got = generator.generate(ids, max_new_tokens=LENGTH, stop=stop, pad_token_id=0)
