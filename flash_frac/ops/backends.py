@@ -341,9 +341,16 @@ class Operator:
 
     def register_flops(self, count: Callable[..., int]) -> None:
         """What torch.utils.flop_counter counts, from the arguments with shapes for tensors."""
-        from torch.utils.flop_counter import register_flop_formula
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+        from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-        register_flop_formula(getattr(torch.ops.flash_frac, self._name))(count)
+        packet = getattr(torch.ops.flash_frac, self._name)
+        register_flop_formula(packet)(count)
+        # A counter copies all formulas when it is made. This operator may be loaded later, by the
+        # first call under that counter.
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
+                counter.flop_registry[packet] = flop_registry[packet]
 
     def register_autograd(
         self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 
@@ -50,3 +51,14 @@ def record(monkeypatch, function: Callable[[], object], arch: int = 90) -> list[
         patch.setattr(JITFunction, "run", run)
         function()
     return found
+
+
+def watch(monkeypatch, before: Callable[[str], object]) -> None:
+    """Call `before` with the name of every kernel that is launched, in the interpreter too."""
+    for kind in (JITFunction, InterpretedFunction):
+
+        def run(kernel, *args, launch=kind.run, **kwargs):
+            before(kernel.__name__)
+            return launch(kernel, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "run", run)

@@ -1,5 +1,6 @@
 """frac_scan and frac_step: the backends agree, gradients, long sequences, errors."""
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -109,6 +110,7 @@ def test_one_exponential_is_exact():
     assert ((y.flatten() + torch.expm1(-rate * t)).abs() / -torch.expm1(-rate * t)).max() < 1e-6
 
 
+@torch.inference_mode()
 def test_step_keeps_the_digits_of_slow_modes():
     """64K tokens in float32: expm1(log_decay) S loses 1e-5, exp(log_decay) S more than 4e-4.
 
@@ -116,16 +118,18 @@ def test_step_keeps_the_digits_of_slow_modes():
     """
     log_decay = -0.1 / torch.logspace(0, 17, 16, base=2)[None, None]
     write = -torch.expm1(log_decay)
-    inputs = 1 + torch.randn(65_536, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    inputs = 1 + torch.randn(65_536, 1, 1, generator=torch.Generator().manual_seed(0))
     state = torch.zeros(1, 1, 16, 1)
-    naive, exact = state.clone(), state.double()
-    for u in inputs:
+    for u in inputs[:, None]:
         state = frac_step(u, write, write, log_decay, state).state
-        naive = log_decay.exp()[..., None] * naive + write[..., None] * u[..., None, :]
-        wide = [x.double() for x in (u, write, write, log_decay)]
-        exact = frac_step(*wide, exact).state
+    weights = [x.double().expand(1, len(inputs), 1, 16) for x in (write, write, log_decay)]
+    exact = frac_scan(inputs[None].double(), *weights).state
+    # In numpy, which is quicker with 16 numbers and rounds alike.
+    naive, kept, rates = np.zeros(16, np.float32), log_decay.exp().numpy(), write.numpy()
+    for u in inputs.numpy().ravel():
+        naive = kept * naive + rates * u
     assert ((state - exact) / exact).abs().max() < 1e-5
-    assert ((naive - exact) / exact).abs().max() > 4e-4
+    assert (torch.from_numpy(naive).view_as(exact) / exact - 1).abs().max() > 4e-4
 
 
 # Relative error of the last 8,192 of 65,536 outputs against float64; stated in docs/maths.md.
@@ -137,7 +141,7 @@ def test_64k_tokens_stay_accurate(dtype):
     exact_inputs = random_inputs(1, 65_536, 1, 16, 4, dtype=torch.float64, rho_eps=1e-6)
     inputs = exact_inputs.to(dtype)
     y, state = frac_scan(*inputs)
-    exact, exact_state = frac_scan(*inputs.to(torch.float64), backend="recurrent")
+    exact, exact_state = frac_scan(*inputs.to(torch.float64))
     assert y.isfinite().all() and state.isfinite().all()
     assert relative_error(y[:, -8192:], exact[:, -8192:]) < LONG_ERRORS[dtype]
     assert relative_error(state, exact_state) < 1e-6
@@ -147,20 +151,16 @@ def test_64k_tokens_stay_accurate(dtype):
 
 
 def test_compiles_without_graph_breaks():
+    """tests/models compiles a training step as far as machine code."""
     inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 8)]
 
     def loss(*x):
         y, state = frac_scan(*x)
         return y.square().sum() + state.sum()
 
-    compiled = torch.compile(loss, fullgraph=True)
-    compiled(*inputs).backward()
-    got = [x.grad.clone() for x in inputs]
-    for x in inputs:
-        x.grad = None
-    loss(*inputs).backward()
-    for a, x in zip(got, inputs, strict=True):
-        torch.testing.assert_close(a, x.grad)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*inputs), inputs)
+    torch.testing.assert_close(got, torch.autograd.grad(loss(*inputs), inputs))
 
 
 def test_autocast_does_not_touch_the_scan():
