@@ -20,7 +20,7 @@ from flash_frac.models import FracCache, FracForCausalLM
 from flash_frac.models.cache import AttentionMemory, read_state, write_state
 from flash_frac.models.evaluating import evaluating
 from flash_frac.models.modeling import FracBlock
-from flash_frac.ops import dynamics, mode_log_decay
+from flash_frac.ops import mode_log_decay
 
 # Tokens of a piece in `read_pieces`.
 PIECE = 4096
@@ -213,12 +213,8 @@ def copy_cache(source: FracCache, target: FracCache, batch_size: int) -> None:
 def idle_log_decay(mixer: FracMixer) -> Tensor:
     """log_decay (H, M) that the heads choose for an input of zero, in float32 (float64 stays)."""
     weight = mixer.conv1d.weight
-    logits = mixer.dyn_proj(weight.new_zeros(1, weight.shape[0]))[0]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    parts = logits.unflatten(0, (mixer.num_dynamics, -1)).unbind()
-    alpha = None if mixer.num_dynamics == 2 else parts[1]
-    dyn = dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
-    log_tau = mixer.base_log_tau.to(logits.dtype)
+    dyn = mixer.dynamics(mixer.dyn_proj(weight.new_zeros(1, weight.shape[0]))[0])
+    log_tau = mixer.base_log_tau.to(dyn.delta.dtype)
     return mode_log_decay(dyn, log_tau, rho_eps=mixer.settings.rho_eps)
 
 
