@@ -102,14 +102,8 @@ def liger_loss(
     """The same by liger-kernel, with sums in float32; autocast gives the dtype of its products."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    no_bias, no_class_weights, no_penalty, no_smoothing, no_cap, no_z_loss = (
-        None,
-        None,
-        0,
-        0,
-        None,
-        0,
-    )
+    no_bias = no_class_weights = no_cap = None
+    no_penalty, no_smoothing, no_z_loss = 0.0, 0.0, False
     # By position, because a function of autograd takes no names.
     return LigerFusedLinearCrossEntropyFunction.apply(
         hidden, weight, labels, no_bias, no_class_weights, ignore_index,
