@@ -16,9 +16,10 @@ quickstart: $(VENV)/ready       ## train a small model on an embedded text, and 
 test: lint types                ## lint, types and all tests, as in CI
 	$(BIN)/python -m pytest -n 2
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k triton tests/ops tests/layers
 
 test-gpu: $(VENV)/ready         ## the kernels, and all else that is marked gpu, on this machine's GPU
-	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest tests/kernels tests/ops/test_contracts.py tests/layers
 	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/ready

@@ -196,7 +196,7 @@ def test_missing_packages(monkeypatch):
 
 
 def test_why_a_backend(monkeypatch):
-    operators = ", ".join(OPERATORS)
+    operators = ", ".join([*OPERATORS, "loss"])
     expected = f"auto runs torch for {operators}: there is no CUDA device"
     assert machine.backend("cpu")[0].found == expected
     monkeypatch.setitem(BACKENDS, "triton", Backend(chunk_scan, step, lambda u: None))

@@ -50,7 +50,9 @@ def cut(filter_eps: float | str | None) -> Loss:
 
 def losses(failures: list[str], *, peers: bool) -> dict[str, Loss]:
     """Ours, and what can be imported of the others."""
-    found: dict[str, Loss] = {f"{OURS} linear_cross_entropy": linear_cross_entropy}
+    found: dict[str, Loss] = {
+        f"{OURS} linear_cross_entropy, torch": partial(linear_cross_entropy, backend="torch")
+    }
     if not peers:
         return found
     makers = {
@@ -85,7 +87,7 @@ def gradients(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> lis
 
 
 def measure_losses(failures: list[str], *, peers: bool) -> Iterator[dict]:
-    """A row for each loss, 8 x 4096 tokens a call: a head in bfloat16, and in float32 by autocast."""
+    """A row for each loss, 8 x 4096 tokens: head in bfloat16, then in float32 by autocast."""
     found = losses(failures, peers=peers)
     for dtype in (torch.bfloat16, torch.float32):
         yield from _measure(found, dtype, failures)

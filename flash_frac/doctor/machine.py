@@ -76,11 +76,11 @@ def device() -> list[Finding]:
 def backend(device: str) -> list[Finding]:
     """What "auto" runs for each operator, and why."""
     x = torch.empty(1, 1, device=device)
-    # What the operators' limits ask for: a convolution of four taps.
-    taps = torch.empty(1, 1, 4, device=device)
+    # What the operators' limits ask for: a convolution of four taps, a loss in its own chunks.
+    facts = {"conv": [torch.empty(1, 1, 4, device=device)], "loss": [None]}
     chosen: dict[str, list[str]] = {}
-    for operator in OPERATORS:
-        name = resolve_backend("auto", x, operator, *([taps] if operator == "conv" else []))
+    for operator in (*OPERATORS, "loss"):
+        name = resolve_backend("auto", x, operator, *facts.get(operator, []))
         chosen.setdefault(name, []).append(operator)
     refusal = BACKENDS["triton"].refusal(x)
     if refusal is None:

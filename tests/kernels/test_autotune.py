@@ -2,19 +2,20 @@
 
 import pytest
 import torch
-from flash_frac.ops.triton.autotune import autotune, improve
-from flash_frac.ops.triton.tuning import CHOSEN, DEFAULT, Walk, tuning_for
+
+from flash_frac.ops.backends import DEFAULT, TUNED, Walk, tuning_for
+from flash_frac.ops.scan.autotune import autotune, improve
 
 
 def test_it_finds_the_least_of_a_separable_cost():
-    wanted = DEFAULT._replace(programs=2048, mix=4, output=Walk(128, 8, 3))
+    wanted = DEFAULT._replace(programs=2048, mix_warps=4, output=Walk(128, 8, 3))
 
     def cost(tuning):
         walks = zip(tuning[3:], wanted[3:], strict=True)
         apart = sum(abs(a - b) for x, y in walks for a, b in zip(x, y, strict=True))
-        return apart + abs(tuning.programs - 2048) + abs(tuning.mix - 4)
+        return apart + abs(tuning.programs - 2048) + abs(tuning.mix_warps - 4)
 
-    assert improve(DEFAULT, cost)._replace(mix_backward=2) == wanted
+    assert improve(DEFAULT, cost)._replace(mix_backward_warps=2) == wanted
 
 
 def test_what_cannot_run_is_not_chosen():
@@ -30,8 +31,8 @@ def test_without_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
-    place = (torch.bfloat16, torch.device("cuda", 0))
+    key = (torch.bfloat16, torch.device("cuda", 0))
     try:
-        assert autotune(batch=1, time=64, heads=1, modes=4, channels=16) == tuning_for(*place)
+        assert autotune(batch=1, time=64, heads=1, modes=4, channels=16) == tuning_for(*key)
     finally:
-        CHOSEN.clear()
+        TUNED.clear()

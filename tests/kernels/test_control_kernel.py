@@ -1,15 +1,16 @@
-"""The fused controls against `controls` in float64: values, every gradient, every switch."""
+"""The kernels of the controls against `controls` in float64: values, gradients, switches."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_frac.ops.custom_ops.control import _control, fused_controls
-from flash_frac.ops.triton.exponential import expm1, log
 
-from flash_frac.ops import ControlSettings, controls
+from flash_frac.ops import ControlSettings, controls, controls_from_logits
+from flash_frac.ops.arithmetic import expm1, log
+from flash_frac.ops.control.triton import control_op, kernel_settings
 from tests.kernels.devices import DEVICE, DTYPES
 
 SWITCHES = {
@@ -34,7 +35,7 @@ ROWS = 200
 
 
 def random_inputs(settings, *, batch=2, time=37, heads=3, modes=8, dtype=torch.float32):
-    """Arguments of `fused_controls`, wide enough for every clamp to act somewhere."""
+    """Arguments of `controls_from_logits`, wide enough for every clamp to act somewhere."""
     num_dynamics = 3 if settings.alpha_fixed is None else 2
     wide = torch.promote_types(dtype, torch.float32)
     inputs = (
@@ -46,6 +47,9 @@ def random_inputs(settings, *, batch=2, time=37, heads=3, modes=8, dtype=torch.f
         torch.linspace(0, 17 * math.log(2), modes, dtype=wide),
     )
     return [x.to(DEVICE).requires_grad_() for x in inputs]
+
+
+triton_controls = partial(controls_from_logits, backend="triton")
 
 
 def torch_form(inputs, settings, mask=None):
@@ -93,17 +97,15 @@ def magnitudes(inputs, settings, mask, weights):
     return [x.norm() for x in (ddyn, drw, *(x.abs().sum(0) for x in summed))]
 
 
-def compare(inputs, settings, mask, dtype):
+def compare(inputs, settings, mask):
     """Errors of the kernel and of the torch form, and a unit rounding, of all that is computed."""
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = torch_form(exact_inputs, settings, mask)
     weights = [torch.randn(x.shape, dtype=torch.float64).to(x) for x in exact]
 
-    got = fused_controls(*inputs, settings=settings, mask=mask, dtype=dtype)
+    got = triton_controls(*inputs, settings=settings, mask=mask)
     plain = torch_form(inputs, settings, mask)
-    plain = [plain.read.to(dtype), plain.write.to(dtype), plain.log_decay]
-    assert [x.dtype for x in got] == [dtype, dtype, torch.float32]
-    assert all(x.is_contiguous() for x in got)
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in got)
     weights = [w.to(x.dtype) for w, x in zip(weights, got, strict=True)]
     results = [torch.autograd.grad(x, inputs, weights) for x in (got, plain)]
     weights = [w.double() for w in weights]
@@ -120,7 +122,7 @@ def compare(inputs, settings, mask, dtype):
     return errors
 
 
-def check(settings, *, mask=None, output_dtype=torch.float32, **sizes):
+def check(settings, *, mask=None, **sizes):
     """Errors against float64 are at most twice those of the torch form plus a unit rounding.
 
     The error of a few numbers, and that of a single one like the gradient of a gate the more, is a
@@ -129,7 +131,7 @@ def check(settings, *, mask=None, output_dtype=torch.float32, **sizes):
     draws, num_rows = [], 0
     while num_rows < ROWS:
         inputs = random_inputs(settings, **sizes)
-        draws.append(compare(inputs, settings, mask, output_dtype))
+        draws.append(compare(inputs, settings, mask))
         num_rows += inputs[0].shape[0] * inputs[0].shape[1] * inputs[2].shape[0]
     pooled = torch.tensor(draws, dtype=torch.float64).norm(dim=0).tolist()
     for name, (mine, theirs, rounding) in zip(RESULTS, pooled, strict=True):
@@ -160,15 +162,8 @@ def test_padding_is_an_identity_step(name, dtype):
     mask = (torch.rand(2, 37) < 0.7).to(DEVICE)
     check(settings, mask=mask.to(dtype))
     inputs = random_inputs(settings)
-    got = fused_controls(*inputs, settings=settings, mask=mask.to(dtype))
+    got = triton_controls(*inputs, settings=settings, mask=mask.to(dtype))
     assert (got.write[~mask] == 0).all() and (got.log_decay[~mask] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32] or [None])
-def test_narrow_outputs(dtype):
-    if dtype is None:
-        pytest.skip("the interpreter computes float32 only")
-    check(ControlSettings(), dtype=dtype, output_dtype=dtype)
 
 
 @triton.jit
@@ -194,7 +189,7 @@ def test_slow_modes_keep_their_digits():
     settings = ControlSettings(rho_eps=0, normalization="sigmoid", alpha_min=0.1, alpha_max=0.9)
     inputs = random_inputs(settings, modes=16)
     exact = torch_form([x.double() for x in inputs], settings)
-    plain, got = torch_form(inputs, settings), fused_controls(*inputs, settings=settings)
+    plain, got = torch_form(inputs, settings), triton_controls(*inputs, settings=settings)
     for mine, theirs, truth in zip(got, plain, exact, strict=True):
         error = ((theirs - truth) / truth).abs().max()
         assert ((mine - truth) / truth).abs().max() <= 2 * (error + 2**-24)
@@ -204,7 +199,7 @@ def test_small_alpha_stays_finite():
     """4^(1/0.01) is beyond float32; the decay is then complete, and no gradient is NaN."""
     settings = ControlSettings(rho_eps=0, alpha_min=0.01, alpha_max=0.02)
     inputs = random_inputs(settings)
-    got, plain = fused_controls(*inputs, settings=settings), torch_form(inputs, settings)
+    got, plain = triton_controls(*inputs, settings=settings), torch_form(inputs, settings)
     assert got.log_decay.min() == plain.log_decay.min() == -88
     gradients = torch.autograd.grad(got, inputs, [torch.ones_like(x) for x in got])
     assert all(x.isfinite().all() for x in (*got, *gradients))
@@ -215,7 +210,7 @@ def test_nan_is_not_hidden(which):
     settings = ControlSettings()
     inputs = [x.detach() for x in random_inputs(settings, time=3)]
     inputs[which][0, 1] = math.nan
-    read, write, log_decay = fused_controls(*inputs, settings=settings)
+    read, write, log_decay = triton_controls(*inputs, settings=settings)
     hit = (read, write, log_decay) if which == 0 else (read, write)
     for x in hit:
         assert x[0, 1].isnan().all() and x[0, [0, 2]].isfinite().all() and x[1].isfinite().all()
@@ -226,7 +221,7 @@ def test_is_reproducible():
     inputs = random_inputs(settings)
     runs = []
     for _ in range(2):
-        got = fused_controls(*inputs, settings=settings)
+        got = triton_controls(*inputs, settings=settings)
         runs.append(torch.autograd.grad(got, inputs, [torch.ones_like(x) for x in got]))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -236,7 +231,7 @@ def test_strided_inputs_and_fixed_timescales():
     inputs = random_inputs(settings, time=5)
     whole = torch.cat([inputs[0], inputs[0]], -1).detach().requires_grad_()
     strided = [whole[..., : inputs[0].shape[-1]], *inputs[1:5], inputs[5].detach()]
-    got, expected = fused_controls(*strided, settings=settings), torch_form(strided, settings)
+    got, expected = triton_controls(*strided, settings=settings), torch_form(strided, settings)
     torch.testing.assert_close(tuple(got), tuple(expected))
     got.write.sum().backward()
     (gradient,) = torch.autograd.grad(expected.write.sum(), whole)
@@ -246,9 +241,9 @@ def test_strided_inputs_and_fixed_timescales():
 def test_no_tokens():
     settings = ControlSettings()
     inputs = random_inputs(settings, time=0)
-    got = fused_controls(*inputs, settings=settings)
+    got = triton_controls(*inputs, settings=settings)
     assert got.read.shape == (2, 0, 3, 8)
-    got.read.sum().backward()
+    sum(x.sum() for x in got).backward()
     assert all((x.grad == 0).all() for x in inputs[2:])
 
 
@@ -259,7 +254,7 @@ def test_compiles_in_one_graph(name):
     mask = torch.ones(2, 5, dtype=torch.int64, device=DEVICE)
 
     def loss(*inputs):
-        got = fused_controls(*inputs, settings=settings, mask=mask)
+        got = triton_controls(*inputs, settings=settings, mask=mask)
         return sum((x * x).sum() for x in got)
 
     expected = torch.autograd.grad(loss(*inputs), inputs)
@@ -270,12 +265,11 @@ def test_compiles_in_one_graph(name):
 
 def test_operator_is_registered_well():
     inputs = random_inputs(ControlSettings(), time=3)
-    ranges = [1e-4, 1.0, 0.2, 0.95, 0.25, 4.0, 1e-6]
-    switches = (True, "sigmoid", True, True, "softmax", "one_minus_rho", torch.float32)
-    torch.library.opcheck(_control.registered, (*inputs, None, None, ranges, *switches))
+    settings = kernel_settings(ControlSettings())
+    torch.library.opcheck(control_op.registered, (*inputs, None, None, *settings))
     prior = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
     mask = torch.ones(2, 3, device=DEVICE)
-    torch.library.opcheck(_control.registered, (*inputs, prior, mask, ranges, *switches))
+    torch.library.opcheck(control_op.registered, (*inputs, prior, mask, *settings))
 
 
 def test_wrong_arguments():
@@ -284,8 +278,8 @@ def test_wrong_arguments():
     with pytest.raises(
         ValueError, match=r"dyn_logits must have shape \(2, 3, 6\), got \(2, 3, 9\)"
     ):
-        fused_controls(*inputs, settings=ControlSettings(alpha_fixed=1.0))
+        triton_controls(*inputs, settings=ControlSettings(alpha_fixed=1.0))
     with pytest.raises(ValueError, match=r"mask must have shape \(2, 3\), got \(3, 2\)"):
-        fused_controls(*inputs, settings=settings, mask=torch.ones(3, 2, device=DEVICE))
-    with pytest.raises(ValueError, match="fused_controls cannot run here"):
-        fused_controls(*(x.double() for x in inputs), settings=settings)
+        triton_controls(*inputs, settings=settings, mask=torch.ones(3, 2, device=DEVICE))
+    with pytest.raises(ValueError, match="backend 'triton' cannot run here"):
+        triton_controls(*(x.double() for x in inputs), settings=settings)

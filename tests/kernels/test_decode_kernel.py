@@ -3,12 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from flash_frac.ops.custom_ops import decode as ops
-from flash_frac.ops.custom_ops.control import pack_settings
-from flash_frac.ops.custom_ops.decode import fused_control_step, fused_conv_step
 
 from flash_frac.ops import ControlSettings, causal_conv, frac_scan, frac_step
-from flash_frac.ops.testing import relative_error
+from flash_frac.ops.control.triton import kernel_settings
+from flash_frac.ops.decode.triton import (
+    control_step_op,
+    conv_step_op,
+    fused_control_step,
+    fused_conv_step,
+)
+from tests.errors import assert_as_good, widen
 from tests.kernels.devices import DEVICE, DTYPES
 from tests.kernels.test_control_kernel import SWITCHES, random_inputs, torch_form
 
@@ -34,15 +38,8 @@ def assert_guarded(x, whole):
     assert x.isfinite().all() and whole.isnan().sum() == whole.numel() - x.numel()
 
 
-def assert_as_good(got, usual, exact, name):
-    """The error against float64 is at most twice that of the torch form plus a unit rounding."""
-    assert got.dtype == usual.dtype and got.shape == usual.shape, name
-    bound = 2 * (relative_error(usual, exact) + torch.finfo(got.dtype).eps / 2)
-    assert relative_error(got, exact) <= bound, name
-
-
 def token(settings, *, modes=8, channels=17, dtype=torch.float32, batch=BATCH, heads=HEADS):
-    """u, what `fused_controls` takes of one token, and the state."""
+    """u, what `controls_from_logits` takes of one token, and the state."""
     sizes = {"batch": batch, "time": 1, "heads": heads, "modes": modes}
     inputs = [x.detach() for x in random_inputs(settings, **sizes, dtype=dtype)]
     dyn, rw = (x[:, 0] for x in inputs[:2])
@@ -151,7 +148,7 @@ def torch_conv(x, weight, bias, window):
 
 
 def check_conv(inputs, mask=None):
-    exact = torch_conv(*(None if t is None else t.double() for t in inputs))
+    exact = torch_conv(*widen(inputs))
     usual, shifted = torch_conv(*inputs)
     window, whole = guarded(inputs[-1])
     u = fused_conv_step(*inputs[:-1], window, mask=mask)
@@ -196,11 +193,11 @@ def test_operators_are_registered_well(masked):
     settings = ControlSettings()
     mask = torch.tensor([1, 0, 1], device=DEVICE) if masked else None
     conv = conv_inputs(5, 3, bias=not masked)
-    torch.library.opcheck(ops._conv_step.registered, (*conv, mask))
+    torch.library.opcheck(conv_step_op.registered, (*conv, mask))
     inputs = token(settings, batch=3, heads=2, modes=3, channels=5)
     gate = (normal(3, 20)[:, :10], 0.5, normal(2, 5)) if masked else (None, 0.0, None)
-    arguments = (*inputs, mask, *gate, *pack_settings(settings))
-    torch.library.opcheck(ops._control_step.registered, arguments)
+    arguments = (*inputs, mask, *gate, *kernel_settings(settings))
+    torch.library.opcheck(control_step_op.registered, arguments)
 
 
 def test_compiles_in_one_graph():
@@ -214,11 +211,11 @@ def test_compiles_in_one_graph():
         return fused_control_step(u, *rest, state, settings=settings)
 
     states = [(window.clone(), state.clone()) for _ in range(2)]
-    places = [t.data_ptr() for t in states[1]]
+    addresses = [t.data_ptr() for t in states[1]]
     expected = decode(x, *states[0])
     got = torch.compile(decode, fullgraph=True, backend="aot_eager")(x, *states[1])
     torch.testing.assert_close((got, *states[1]), (expected, *states[0]))
-    assert [t.data_ptr() for t in states[1]] == places
+    assert [t.data_ptr() for t in states[1]] == addresses
 
 
 @pytest.mark.skipif(not GPU, reason="needs CUDA graphs")

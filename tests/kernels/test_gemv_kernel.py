@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from flash_frac.ops.custom_ops.decode import MOST_VECTORS, _norm_linear, fused_norm_linear
 
-from flash_frac.layers import rms_norm
-from flash_frac.ops.testing import relative_error
+from flash_frac.ops import rms_norm
+from flash_frac.ops.decode.triton import MOST_VECTORS, fused_norm_linear, norm_linear_op
+from tests.errors import assert_as_good, widen
 from tests.kernels.devices import DEVICE, DTYPES
 
 
@@ -32,18 +32,16 @@ def plain(x, weight, bias, norm_weight, residual):
 def test_error(dtype, num_outputs, size, batch):
     for parts in itertools.product((True, False), repeat=3):
         given = inputs(dtype, num_outputs, size, batch, parts)
-        exact = plain(*(None if t is None else t.double() for t in given))
+        exact = plain(*widen(given))
         x, weight, bias, norm_weight, residual = given
         y = fused_norm_linear(x, weight, bias, norm_weight=norm_weight, eps=1e-6, residual=residual)
-        error, usual = relative_error(y, exact), relative_error(plain(*given), exact)
-        assert y.dtype == dtype
-        assert error <= 2 * (usual + torch.finfo(dtype).eps / 2)
+        assert_as_good(y, plain(*given), exact)
 
 
 def test_operator():
     given = inputs(torch.float32, 20, 40, 2, (True, True, True))
     x, weight, bias, norm_weight, residual = given
-    torch.library.opcheck(_norm_linear.registered, (x, weight, bias, norm_weight, 1e-6, residual))
+    torch.library.opcheck(norm_linear_op.registered, (x, weight, bias, norm_weight, 1e-6, residual))
 
 
 def test_errors():

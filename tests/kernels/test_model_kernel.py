@@ -4,21 +4,17 @@ import pytest
 import torch
 
 from flash_frac.generation import Generator
-from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.ops.testing import relative_error
 from flash_frac.sampling import SamplingSettings
+from tests.errors import assert_as_good
 from tests.kernels.devices import DEVICE, DTYPES
-from tests.models.conftest import make_model
+from tests.models.conftest import make_model, on_backend
 
 SIZES = {"num_hidden_layers": 2, "frac_num_modes": 4}
 
 
 def build(dtype, backend, **changes):
-    model = make_model(torch.float64, **SIZES | changes).to(DEVICE, dtype)
-    for module in model.modules():
-        if isinstance(module, FracMixer | RMSNorm):
-            module.backend = backend
-    return model
+    return on_backend(make_model(torch.float64, **SIZES | changes).to(DEVICE, dtype), backend)
 
 
 def models(dtype, **changes):
@@ -34,17 +30,12 @@ def tokens(batch, length):
     return torch.randint(3, 61, (batch, length), generator=generator).to(DEVICE)
 
 
-def assert_as_good(got, usual, exact, dtype, name):
-    bound = 2 * (relative_error(usual, exact) + torch.finfo(dtype).eps / 2)
-    assert relative_error(got, exact) <= bound, name
-
-
 def assert_all_as_good(got, usual, exact, dtype):
     """The rule for dicts of tensors."""
     few = [name for name in exact if exact[name].numel() < 100]
     for name in exact:
         if name not in few:
-            assert_as_good(*(r[name].detach() for r in (got, usual, exact)), dtype, name)
+            assert_as_good(*(r[name].detach() for r in (got, usual, exact)), name, dtype)
     # The error of a few numbers is a matter of luck: all such tensors together.
     errors = [[relative_error(r[n].detach(), exact[n]) for n in few] for r in (got, usual)]
     mine, others = (torch.tensor(e).square().mean().sqrt() for e in errors)
@@ -106,7 +97,7 @@ def test_reading_and_decoding(dtype, case):
         found |= {f"state {n}": state.clone() for n, state in enumerate(cache.tensors())}
         results.append(found)
     for name in results[0]:
-        assert_as_good(*(r[name] for r in results), dtype, name)
+        assert_as_good(*(r[name] for r in results), name, dtype)
 
 
 @torch.no_grad()
@@ -190,7 +181,7 @@ def test_compiling():
     compiled = torch.compile(step, fullgraph=True, backend=compiler)
     with torch.no_grad():
         logits = [f(m, ids).logits for f, m in ((compiled, model), (step, model), (step, exact))]
-        assert_as_good(*logits, torch.float32, "logits")
+        assert_as_good(*logits, "logits")
     results = []
     for function, trained in ((compiled, model), (step, model), (step, exact)):
         trained.train().zero_grad()

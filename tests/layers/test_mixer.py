@@ -8,8 +8,19 @@ import torch.nn.functional as F
 
 from flash_frac.layers import TIME_PARAMETERS, FracMixer, MixerState
 from flash_frac.ops import ControlSettings, dynamics
+from tests.backends import DEVICE, backends_here, dtype_of
 
 E, H, D, M, K = 12, 3, 5, 8, 4
+
+
+@pytest.fixture(params=backends_here())
+def mixer(request):
+    """On every backend of the table, in the widest dtype that it takes."""
+    return make_mixer(dtype_of(request.param), backend=request.param).to(DEVICE)
+
+
+def normal(mixer, *shape):
+    return torch.randn(*shape, dtype=torch.float64).to(mixer.in_proj.weight)
 
 
 def make_mixer(dtype=torch.float64, **options):
@@ -59,9 +70,9 @@ def test_is_the_layer_of_the_paper():
         torch.testing.assert_close(state.recurrent[row], expected_state)
 
 
-@pytest.mark.parametrize("cuts", [[1], [20], [1, 2, 3, 4, 39], [0, 17]])
-def test_any_split_is_the_whole(cuts):
-    mixer, x = make_mixer(), torch.randn(2, 40, E).double()
+@pytest.mark.parametrize("cuts", [[20], [1, 2, 3, 4, 39], [0, 17]])
+def test_any_split_is_the_whole(mixer, cuts):
+    x = normal(mixer, 2, 40, E)
     whole, final = mixer(x)
     state, parts = None, []
     for start, end in zip([0, *cuts], [*cuts, 40], strict=True):
@@ -72,8 +83,15 @@ def test_any_split_is_the_whole(cuts):
     torch.testing.assert_close(state.conv, final.conv)
 
 
-def test_one_token_at_a_time():
-    mixer, x = make_mixer(), torch.randn(2, 20, E).double()
+def test_causality(mixer):
+    x, changed = (normal(mixer, 2, 40, E) for _ in range(2))
+    changed[:, :33] = x[:, :33]
+    y, y_changed = mixer(x)[0], mixer(changed)[0]
+    assert torch.equal(y[:, :33], y_changed[:, :33]) and not torch.equal(y, y_changed)
+
+
+def test_one_token_at_a_time(mixer):
+    x = normal(mixer, 2, 20, E)
     whole, final = mixer(x)
     state, parts = None, []
     for t in range(20):
@@ -83,13 +101,12 @@ def test_one_token_at_a_time():
     torch.testing.assert_close(state.recurrent, final.recurrent)
 
 
-def test_padding_is_an_identity_step():
+def test_padding_is_an_identity_step(mixer):
     """Wherever it lies: real tokens and the state after them are those of the row without it."""
-    mixer, x = make_mixer(), torch.randn(4, 24, E).double()
-    mask = torch.ones(4, 24, dtype=torch.long)
+    x, mask = normal(mixer, 4, 24, E), torch.ones(4, 24, dtype=torch.long, device=DEVICE)
     mask[0, :9], mask[1, 13:], mask[2, 5:8], mask[2, 20] = 0, 0, 0, 0
-    mask[3] = torch.arange(24) % 2
-    start = mixer(torch.randn(4, 6, E).double())[1]
+    mask[3, ::2] = 0
+    start = mixer(normal(mixer, 4, 6, E))[1]
     y, state = mixer(x, state=start, attention_mask=mask)
     for row in range(4):
         real = mask[row] == 1
@@ -98,14 +115,13 @@ def test_padding_is_an_identity_step():
         torch.testing.assert_close(state.recurrent[row], alone_state.recurrent[0])
         torch.testing.assert_close(state.conv[row], alone_state.conv[0])
     # One padded token at a time, as in decoding with rows that have ended.
-    _, same = mixer(x[:, :1], state=state, attention_mask=torch.zeros(4, 1))
+    _, same = mixer(x[:, :1], state=state, attention_mask=torch.zeros_like(mask[:, :1]))
     assert torch.equal(same.recurrent, state.recurrent) and torch.equal(same.conv, state.conv)
 
 
-def test_packed_is_separate():
-    mixer, x = make_mixer(), torch.randn(1, 30, E).double()
-    ends = torch.tensor([0, 7, 7, 8, 30])
-    start = mixer(torch.randn(4, 5, E).double())[1]
+def test_packed_is_separate(mixer):
+    x, ends = normal(mixer, 1, 30, E), torch.tensor([0, 7, 7, 8, 30], device=DEVICE)
+    start = mixer(normal(mixer, 4, 5, E))[1]
     y, state = mixer(x, state=start, cu_seqlens=ends)
     for n in range(4):
         part = x[:, ends[n] : ends[n + 1]]
@@ -115,8 +131,8 @@ def test_packed_is_separate():
         torch.testing.assert_close(state.conv[n], alone_state.conv[0])
 
 
-def test_gradients_flow_through_both_states():
-    mixer, x = make_mixer(), torch.randn(1, 12, E).double()
+def test_gradients_flow_through_both_states(mixer):
+    x = normal(mixer, 1, 12, E)
     whole = torch.autograd.grad(mixer(x)[0][:, 6:].sum(), list(mixer.parameters()))
     _, state = mixer(x[:, :6])
     parts = torch.autograd.grad(mixer(x[:, 6:], state=state)[0].sum(), list(mixer.parameters()))

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.models import FracConfig, FracForCausalLM
+from tests.backends import backends_here
 
 SIZES = {
     "vocab_size": 61,
@@ -26,9 +28,21 @@ def make_model(dtype=torch.float64, model_class=FracForCausalLM, **changes):
     return model
 
 
+def on_backend(model, backend):
+    for module in model.modules():
+        if isinstance(module, FracMixer | RMSNorm):
+            module.backend = backend
+    return model
+
+
 @pytest.fixture
-def model():
-    return make_model()
+def model(request):
+    """On any backend; a test marked `each_backend` gets it on all that take float64."""
+    return on_backend(make_model(), getattr(request, "param", "auto"))
+
+
+# tests/kernels has the contracts of models on the other backends.
+each_backend = pytest.mark.parametrize("model", backends_here(torch.float64), indirect=True)
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flash_frac.layers import TIME_PARAMETERS
 from flash_frac.models import FracCache, FracForCausalLM, FracForSequenceClassification, read_state
-from tests.models.conftest import make_model
+from tests.models.conftest import each_backend, make_model
 
 close = torch.testing.assert_close
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [[1], [20], [39], [3, 4, 21]])
+@each_backend
 def test_continuing_from_a_cache_is_the_whole(model, ids, cuts):
     whole = model(ids, use_cache=True)
     cache, parts = None, []
@@ -37,6 +38,7 @@ def test_a_plain_dynamic_cache_serves(model, ids):
 
 
 @torch.no_grad()
+@each_backend
 def test_padding_anywhere_is_no_padding(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :13], mask[1, 31:], mask[2, 9:17] = 0, 0, 0
@@ -53,6 +55,7 @@ def test_padding_anywhere_is_no_padding(model, ids):
 
 
 @torch.no_grad()
+@each_backend
 def test_packed_documents(model, ids):
     """Packed prefill equals separate ones, and its cache decodes as a batch of documents."""
     ends = torch.tensor([0, 12, 13, 40])
@@ -65,6 +68,7 @@ def test_packed_documents(model, ids):
         close(nexts[n], model(torch.cat([part, token[n : n + 1]], 1)).logits[0, -1:])
 
 
+@each_backend
 def test_gradients_through_a_cache(model, ids):
     """Two calls joined by a cache train like one."""
     weight = model.model.layers[0].mixer.in_proj.weight

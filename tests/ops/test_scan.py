@@ -1,11 +1,13 @@
-"""The contracts of frac_scan and frac_step, on every backend."""
+"""frac_scan and frac_step: the backends agree, gradients, long sequences, errors."""
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
 
 from flash_frac.ops import frac_scan, frac_step
 from flash_frac.ops.testing import random_inputs, relative_error
+from tests.backends import backends_here
 
 EXACT = 1e-12  # float64 against float64, relative: a thousand roundings
 
@@ -68,7 +70,7 @@ def checkable(*sizes):
     return [x.requires_grad_() for x in inputs]
 
 
-@pytest.mark.parametrize("backend", ["torch", "recurrent"])
+@pytest.mark.parametrize("backend", backends_here(torch.float64))
 def test_gradcheck(backend):
     inputs = checkable(2, 19, 2, 3, 2)
     state = random_state(2, 2, 3, 2).requires_grad_()
@@ -97,86 +99,6 @@ def test_gradcheck_step():
     assert gradcheck(lambda *x: tuple(frac_step(*x)), (*leaves, state))
 
 
-@pytest.mark.parametrize("backend", ["torch", "recurrent"])
-@pytest.mark.parametrize("cuts", [[1], [16], [50], [1, 2, 3], [0, 33, 33, 90], [99]])
-def test_any_split_is_the_whole(backend, cuts):
-    inputs = random_inputs(2, 100, 2, 8, 4, dtype=torch.float64)
-    whole = frac_scan(*inputs, backend=backend)
-    state, parts = None, []
-    for start, end in zip([0, *cuts], [*cuts, 100], strict=True):
-        y, state = frac_scan(
-            *(x[:, start:end] for x in inputs), initial_state=state, backend=backend
-        )
-        parts.append(y)
-    assert relative_error(torch.cat(parts, 1), whole.y) < EXACT
-    assert relative_error(state, whole.state) < EXACT
-
-
-def test_steps_are_the_scan():
-    inputs = random_inputs(2, 40, 2, 8, 4, dtype=torch.float64)
-    whole = frac_scan(*inputs)
-    state, parts = torch.zeros_like(whole.state), []
-    for t in range(40):
-        y, state = frac_step(*(x[:, t] for x in inputs), state)
-        parts.append(y)
-    assert relative_error(torch.stack(parts, 1), whole.y) < EXACT
-    assert relative_error(state, whole.state) < EXACT
-
-
-@pytest.mark.parametrize("backend", ["torch", "recurrent"])
-@pytest.mark.parametrize(
-    "lengths", [[100], [1] * 9, [0, 40, 0, 0, 1, 16, 17, 0], [300, 3, 1, 33], [0], [0, 0]]
-)
-def test_packed_is_separate(backend, lengths):
-    """Outputs, states and gradients, with empty sequences anywhere."""
-    total, num = sum(lengths), len(lengths)
-    inputs = random_inputs(1, total, 2, 4, 3, dtype=torch.float64)
-    state = random_state(num, 2, 4, 3)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    leaves = [x.clone().requires_grad_() for x in (*inputs, state)]
-    packed = frac_scan(*leaves[:4], initial_state=leaves[4], cu_seqlens=ends.int(), backend=backend)
-    copies = [x.clone().requires_grad_() for x in (*inputs, state)]
-    parts = [
-        frac_scan(
-            *(x[:, ends[n] : ends[n + 1]] for x in copies[:4]),
-            initial_state=copies[4][n : n + 1],
-            backend="recurrent",
-        )
-        for n in range(num)
-    ]
-    y, final = torch.cat([p.y for p in parts], 1), torch.cat([p.state for p in parts])
-    assert worst_error(packed, (y, final)) < EXACT
-    for a, b in ((packed.y, packed.state), (y, final)):
-        (a.sin().sum() + b.cos().sum()).backward()
-    for leaf, copy in zip(leaves, copies, strict=True):
-        assert leaf.grad is None or relative_error(leaf.grad, copy.grad) < EXACT
-
-
-def test_packed_sequences_do_not_touch():
-    """Changing one sequence changes no other, to the last bit."""
-    inputs, boundaries = random_inputs(1, 60, 1, 4, 3), torch.tensor([0, 20, 30, 60])
-    y, state = frac_scan(*inputs, cu_seqlens=boundaries)
-    inputs.u[:, 20:30] *= -3
-    y_changed, state_changed = frac_scan(*inputs, cu_seqlens=boundaries)
-    same = (y_changed == y).all(-1).all(-1)[0]
-    assert same[:20].all() and not same[20:30].any() and same[30:].all()
-    assert (state_changed == state).flatten(1).all(1).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("backend", ["torch", "recurrent"])
-def test_causality(backend):
-    """The future changes nothing before it, to the last bit."""
-    inputs = random_inputs(1, 70, 2, 8, 4)
-    y, _ = frac_scan(*inputs, backend=backend)
-    for t in (1, 16, 37, 69):
-        changed = [x.clone() for x in inputs]
-        for x, fresh in zip(changed, random_inputs(1, 70, 2, 8, 4, seed=9), strict=True):
-            x[:, t:] = fresh[:, t:]
-        y_changed, _ = frac_scan(*changed, backend=backend)
-        assert torch.equal(y_changed[:, :t], y[:, :t])
-        assert not torch.equal(y_changed[:, t:], y[:, t:])
-
-
 def test_one_exponential_is_exact():
     """One mode, constant input: the state is 1 - rho^t in closed form."""
     rate, time = 1e-5, 50_000
@@ -188,6 +110,7 @@ def test_one_exponential_is_exact():
     assert ((y.flatten() + torch.expm1(-rate * t)).abs() / -torch.expm1(-rate * t)).max() < 1e-6
 
 
+@torch.inference_mode()
 def test_step_keeps_the_digits_of_slow_modes():
     """64K tokens in float32: expm1(log_decay) S loses 1e-5, exp(log_decay) S more than 4e-4.
 
@@ -195,16 +118,18 @@ def test_step_keeps_the_digits_of_slow_modes():
     """
     log_decay = -0.1 / torch.logspace(0, 17, 16, base=2)[None, None]
     write = -torch.expm1(log_decay)
-    inputs = 1 + torch.randn(65_536, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    inputs = 1 + torch.randn(65_536, 1, 1, generator=torch.Generator().manual_seed(0))
     state = torch.zeros(1, 1, 16, 1)
-    naive, exact = state.clone(), state.double()
-    for u in inputs:
+    for u in inputs[:, None]:
         state = frac_step(u, write, write, log_decay, state).state
-        naive = log_decay.exp()[..., None] * naive + write[..., None] * u[..., None, :]
-        wide = [x.double() for x in (u, write, write, log_decay)]
-        exact = frac_step(*wide, exact).state
+    weights = [x.double().expand(1, len(inputs), 1, 16) for x in (write, write, log_decay)]
+    exact = frac_scan(inputs[None].double(), *weights).state
+    # In numpy, which is quicker with 16 numbers and rounds alike.
+    naive, kept, rates = np.zeros(16, np.float32), log_decay.exp().numpy(), write.numpy()
+    for u in inputs.numpy().ravel():
+        naive = kept * naive + rates * u
     assert ((state - exact) / exact).abs().max() < 1e-5
-    assert ((naive - exact) / exact).abs().max() > 4e-4
+    assert (torch.from_numpy(naive).view_as(exact) / exact - 1).abs().max() > 4e-4
 
 
 # Relative error of the last 8,192 of 65,536 outputs against float64; stated in docs/maths.md.
@@ -216,7 +141,7 @@ def test_64k_tokens_stay_accurate(dtype):
     exact_inputs = random_inputs(1, 65_536, 1, 16, 4, dtype=torch.float64, rho_eps=1e-6)
     inputs = exact_inputs.to(dtype)
     y, state = frac_scan(*inputs)
-    exact, exact_state = frac_scan(*inputs.to(torch.float64), backend="recurrent")
+    exact, exact_state = frac_scan(*inputs.to(torch.float64))
     assert y.isfinite().all() and state.isfinite().all()
     assert relative_error(y[:, -8192:], exact[:, -8192:]) < LONG_ERRORS[dtype]
     assert relative_error(state, exact_state) < 1e-6
@@ -226,20 +151,16 @@ def test_64k_tokens_stay_accurate(dtype):
 
 
 def test_compiles_without_graph_breaks():
+    """tests/models compiles a training step as far as machine code."""
     inputs = [x.requires_grad_() for x in random_inputs(1, 40, 1, 4, 8)]
 
     def loss(*x):
         y, state = frac_scan(*x)
         return y.square().sum() + state.sum()
 
-    compiled = torch.compile(loss, fullgraph=True)
-    compiled(*inputs).backward()
-    got = [x.grad.clone() for x in inputs]
-    for x in inputs:
-        x.grad = None
-    loss(*inputs).backward()
-    for a, x in zip(got, inputs, strict=True):
-        torch.testing.assert_close(a, x.grad)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*inputs), inputs)
+    torch.testing.assert_close(got, torch.autograd.grad(loss(*inputs), inputs))
 
 
 def test_autocast_does_not_touch_the_scan():

@@ -201,9 +201,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dread, dwrite, dlog_decay):
-    need_log_tau, has_prior = ctx.needs_input_grad[5], ctx.saved_tensors[6] is not None
+    # Unpacked once: a checkpoint recomputes what is saved, and frees it as soon as it is read.
+    saved = ctx.saved_tensors
+    need_log_tau, has_prior = ctx.needs_input_grad[5], saved[6] is not None
     ddyn, drw, dbias, dgates, dlog_tau, dprior = control_backward_op(
-        dread, dwrite, dlog_decay, *ctx.saved_tensors, *ctx.settings, need_log_tau
+        dread, dwrite, dlog_decay, *saved, *ctx.settings, need_log_tau
     )
     dlog_tau = dlog_tau if need_log_tau else None
     dprior = dprior if has_prior else None

@@ -44,15 +44,15 @@ class GatedGradients(NamedTuple):
 
 
 @triton.jit
-def load_vector(p, o_n, m_n):
+def load_vector(p_x, o_n, m_n):
     """[1, BN], float32."""
-    return tl.load(p + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    return tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def load_block(p, o, m):
+def load_block(p_x, o, m):
     """[BR, BN], float32."""
-    return tl.load(p + o, mask=m, other=0.0).to(tl.float32)
+    return tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -182,10 +182,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *unused: None) -> tuple:
-    u, initial = ctx.saved_tensors[0], ctx.saved_tensors[4]
+    # Unpacked once: a checkpoint recomputes what is saved, and frees it as soon as it is read.
+    saved = ctx.saved_tensors
+    u, initial = saved[0], saved[4]
     dy = torch.zeros_like(u) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    *gradients, dinitial = scan_backward_op(dy, dfinal, *ctx.saved_tensors)
+    *gradients, dinitial = scan_backward_op(dy, dfinal, *saved)
     return *gradients, None if initial is None else dinitial, None
 
 

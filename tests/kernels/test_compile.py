@@ -1,0 +1,210 @@
+"""What the launchers launch compiles for Ampere, Hopper and Blackwell, without a GPU.
+
+Launches are recorded from the operators themselves, on CPU tensors: signatures, alignments and
+constants are those of real calls. Sizes are those of the 1.3B model, but a scan has two heads of 64
+channels, because kernels for more take longer to compile.
+"""
+
+import importlib
+import pkgutil
+import random
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import flash_frac.ops
+from flash_frac.ops import ControlSettings, backends
+from flash_frac.ops.arithmetic import INTERPRETED
+from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
+from flash_frac.ops.conv.triton import conv_backward_op, conv_op
+from flash_frac.ops.decode.triton import control_step_op, conv_step_op, norm_linear_op
+from flash_frac.ops.norm.triton import (
+    gated_norm_backward_op,
+    gated_norm_op,
+    norm_backward_op,
+    norm_op,
+)
+from flash_frac.ops.scan.plan import forget_plans
+from flash_frac.ops.scan.step import step_op
+from flash_frac.ops.scan.triton import scan_backward_op, scan_op
+from flash_frac.ops.testing import random_inputs
+from tests.kernels.launches import record
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves no compiler")
+
+LOW, FULL = torch.bfloat16, torch.float32
+H, M, D = 16, 16, 256
+# The switches that the published models do not use.
+REST = ControlSettings(
+    alpha_fixed=0.5,
+    lambda_map="softplus",
+    read_prior=False,
+    normalization="sigmoid",
+    beta="exact_zoh",
+)
+# Bytes of shared memory that a program may use on Ampere (consumer cards) and on Hopper.
+AMPERE_MEMORY, HOPPER_MEMORY = 99 * 1024, 227 * 1024
+
+
+def empty(*shape, dtype=FULL):
+    return torch.empty(shape, dtype=dtype)
+
+
+def scan(dtype, *, time=64, packed=False, modes=M, channels=64):
+    inputs = random_inputs(1, time, 2, modes, channels, dtype=dtype)
+    bounds = torch.tensor([0, 7, time]) if packed else None
+    initial = empty(2, 2, modes, channels) if packed else None
+    y, final, *kept = scan_op.kernel(*inputs, initial, bounds)
+    scan_backward_op.kernel(y, final if packed else None, *inputs, initial, *kept, bounds)
+
+
+def step(dtype):
+    token = [empty(2, H, width, dtype=dtype) for width in (D, M, M)]
+    step_op.kernel(*token, empty(2, H, M), empty(2, H, M, D))
+
+
+def control_inputs(dtype, settings, *size, modes=M):
+    num_dynamics = 3 if settings.alpha_fixed is None else 2
+    logits = [empty(*size, n * H, dtype=dtype) for n in (num_dynamics, 2 * modes)]
+    return *logits, empty(H), empty(1), empty(1), empty(modes)
+
+
+def controls(dtype, settings=None, *, time=64, modes=M):
+    """With other settings than the default's: with a prior, a mask and learned timescales too."""
+    rest = settings is not None
+    settings = settings or ControlSettings()
+    size = (1, time)
+    inputs = control_inputs(dtype, settings, *size, modes=modes)
+    prior, mask = empty(*size, H, modes), torch.ones(size, dtype=torch.int64)
+    given = (prior, mask) if rest else (None, None)
+    arguments = (*inputs, *given, *kernel_settings(settings))
+    outputs = control_op.kernel(*arguments)
+    control_backward_op.kernel(*outputs, *arguments, rest)
+
+
+def conv(dtype, *, time=64, packed=False, window=True, taps=4, channels=H * D):
+    x = empty(1, time, 2 * channels, dtype=dtype).chunk(2, -1)[0]
+    old = empty(2 if packed else 1, channels, taps - 1, dtype=dtype) if window else None
+    bounds = torch.tensor([0, 7, time]) if packed else None
+    sequence = torch.zeros(time, dtype=torch.int32) if packed else None
+    bias = empty(channels) if window else None
+    inputs = (x, empty(channels, 1, taps), bias, old, bounds, sequence)
+    u, new = conv_op.kernel(*inputs)
+    conv_backward_op.kernel(u, new if window else None, *inputs)
+
+
+def norms(dtype, *, time=64, size=H * D, skip=False):
+    x, both, weight = empty(1, time, size, dtype=dtype), empty(1, time, 2 * size), empty(size)
+    norm_backward_op.kernel(norm_op.kernel(x, weight, 1e-6), x, weight, 1e-6)
+    gate = both.to(dtype).chunk(2, -1)[1]
+    direct = (empty(H, size // H), x) if skip else (None, None)
+    arguments = (x, gate, weight, *direct, 1e-6, 0.5)
+    gated_norm_backward_op.kernel(gated_norm_op.kernel(*arguments), *arguments)
+
+
+def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
+    rest = settings is not None
+    settings = settings or ControlSettings()
+    inner, mask = H * channels, torch.ones(2) if rest else None
+    x, gate = empty(2, 2 * inner, dtype=dtype).chunk(2, -1)
+    window = empty(2, inner, taps - 1, dtype=dtype)
+    u = conv_step_op.kernel(x, empty(inner, 1, taps), None if rest else empty(inner), window, mask)
+    inputs = control_inputs(dtype, settings, 2, modes=modes)
+    gating = (None, 0.0, None) if rest else (gate, 0.5, empty(H, channels))
+    state = empty(2, H, modes, channels)
+    u = u.unflatten(-1, (H, channels))
+    control_step_op.kernel(u, *inputs, state, mask, *gating, *kernel_settings(settings))
+    num_outputs, size = (48, inner + 1) if rest else (2048, inner)
+    x, weight = empty(2, size, dtype=dtype), empty(num_outputs, size, dtype=dtype)
+    residual = empty(2, num_outputs, dtype=dtype)
+    parts = (None, empty(size), 1e-6, None) if rest else (empty(num_outputs), None, 0.0, residual)
+    norm_linear_op.kernel(x, weight, *parts)
+
+
+# As in training and decoding with the published models; then what that leaves out: packed
+# sequences with states, other switches, sizes that fill no block.
+USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
+USUAL |= {"decode": decode}
+OTHER = {
+    "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
+    "controls": lambda dtype: controls(dtype, REST, modes=31),
+    "conv": lambda dtype: conv(dtype, packed=True, taps=3, channels=33),
+    "two taps": lambda dtype: conv(dtype, window=False, taps=2, channels=1),
+    "eight taps": lambda dtype: conv(dtype, window=False, taps=8),
+    "norms": lambda dtype: norms(dtype, size=64, skip=True),
+    "decode": lambda dtype: decode(dtype, REST, taps=1, modes=31, channels=5),
+}
+
+
+def distinct(monkeypatch, function, arch=90):
+    """One launch of every compilation that a call needs."""
+    return {launch.key: launch for launch in record(monkeypatch, function, arch)}.values()
+
+
+def compile_all(launches, memory=HOPPER_MEMORY):
+    for launch in launches:
+        compiled = launch.compile()
+        assert compiled.asm["cubin"], launch.name
+        assert f".target sm_{launch.target.arch}" in compiled.asm["ptx"], launch.name
+        assert compiled.metadata.shared <= memory, launch.name
+
+
+@pytest.mark.parametrize(("dtype", "arch"), [(LOW, 80), (LOW, 90), (LOW, 100), (FULL, 90)], ids=str)
+@pytest.mark.parametrize("case", USUAL)
+def test_compiles(monkeypatch, case, dtype, arch):
+    compile_all(distinct(monkeypatch, lambda: USUAL[case](dtype), arch), AMPERE_MEMORY)
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_the_rest_compiles(monkeypatch, case):
+    compile_all(distinct(monkeypatch, lambda: OTHER[case](LOW)))
+
+
+def test_the_parameters_for_hopper_compile(monkeypatch):
+    monkeypatch.setitem(backends.TUNED, (LOW, torch.device("cpu")), backends.HOPPER)
+    forget_plans()
+    launches = distinct(monkeypatch, lambda: scan(LOW, channels=D))
+    forget_plans()
+    walks = {launch.name: launch.options for launch in launches}
+    assert walks["output_kernel"].num_stages == backends.HOPPER.output.stages
+    compile_all(launch for launch in launches if not launch.name.startswith("mix"))
+
+
+def all_kernels():
+    """Names of the kernels of `flash_frac.ops`."""
+    found = set()
+    for module in pkgutil.walk_packages(flash_frac.ops.__path__, "flash_frac.ops."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel") and isinstance(value, JITFunction):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [LOW, FULL], ids=str)
+def test_every_kernel_is_compiled(monkeypatch, dtype):
+    recorded = set()
+    for case in USUAL.values():
+        recorded |= {launch.name for launch in record(monkeypatch, lambda case=case: case(dtype))}
+    assert recorded == all_kernels()
+
+
+LENGTHS = [1, 32, 512, 16_384, *random.Random(0).sample(range(2, 16_384), 36)]
+SMALL = {"scan": {"channels": 16}, "controls": {}, "conv": {"channels": 64}, "norms": {"size": 64}}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_lengths_share_compilations(monkeypatch, case):
+    """40 lengths need no more compilations than two do, of whole chunks and with a rest.
+
+    Those are 15 of the scan's kernels: two of each variant, and one of the pass over segments.
+    """
+
+    def keys(length):
+        launches = record(monkeypatch, lambda: USUAL[case](LOW, time=length, **SMALL[case]))
+        return {launch.key for launch in launches}
+
+    assert len(set(LENGTHS)) == 40
+    twice = keys(777) | keys(1024)
+    assert case != "scan" or len(twice) == 15
+    assert set().union(*map(keys, LENGTHS)) == twice

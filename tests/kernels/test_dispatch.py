@@ -1,0 +1,216 @@
+"""The way to a kernel: short in eager mode, through torch's dispatcher where a mode watches."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_frac
+from flash_frac.ops import (
+    ControlSettings,
+    causal_conv,
+    controls_from_logits,
+    frac_scan,
+    frac_step,
+    gated_norm,
+    norm,
+)
+from flash_frac.ops.backends import Operator
+from flash_frac.ops.decode.triton import fused_control_step, fused_conv_step, fused_norm_linear
+from flash_frac.ops.testing import random_inputs
+from tests.errors import with_gradients
+from tests.kernels.devices import DEVICE
+from tests.kernels.launches import watch
+from tests.kernels.test_control_kernel import random_inputs as control_inputs
+from tests.models.conftest import make_model, on_backend
+
+SOURCES = Path(flash_frac.__file__).parent
+
+
+def operators():
+    """All operators of `flash_frac.ops`, by the name that they are registered under."""
+    found = {}
+    for module in pkgutil.walk_packages(flash_frac.ops.__path__, "flash_frac.ops."):
+        values = vars(importlib.import_module(module.name)).values()
+        found |= {op.registered._qualname: op for op in values if isinstance(op, Operator)}
+    return found
+
+
+def normal(*shape):
+    return torch.randn(*shape).to(DEVICE)
+
+
+def run_all():
+    """Every operator, forward and, if it has one, backward."""
+    B, T, H, M, D = 1, 3, 2, 4, 3
+    scan = random_inputs(B, T, H, M, D, device=DEVICE)
+    token, state = [x[:, 0].contiguous() for x in scan], normal(B, H, M, D)
+    with_gradients(partial(frac_scan, backend="triton"), scan)
+    with_gradients(partial(frac_step, backend="triton"), [*token, state])
+    settings = ControlSettings()
+    logits = control_inputs(settings, batch=B, time=T, heads=H, modes=M)
+    with_gradients(partial(controls_from_logits, settings=settings, backend="triton"), logits)
+    conv = normal(H * D, 1, 4), normal(H * D)
+    with_gradients(partial(causal_conv, backend="triton"), [normal(B, T, H * D), *conv])
+    gate, weight = normal(B, T, H * D), normal(H * D)
+    with_gradients(lambda x, w: norm(x, w, 1e-6, backend="triton"), [gate, weight])
+    with_gradients(
+        lambda x, g, w: gated_norm(x, g, w, 1e-6, backend="triton"), [scan.u, gate, weight]
+    )
+    with torch.no_grad():
+        u = fused_conv_step(gate[:, 0], *conv, normal(B, H * D, 3)).view(B, H, D)
+        dyn, rw, *shared = logits
+        fused_control_step(u, dyn[:, 0], rw[:, 0], *shared, state, settings=settings)
+        fused_norm_linear(gate[:, 0], normal(5, H * D))
+
+
+class Names(TorchDispatchMode):
+    """Writes down which of our operators pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "flash_frac":
+            self.seen.add(function.name().removesuffix(".default"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_every_operator():
+    with Names() as mode:
+        run_all()
+    assert mode.seen == set(operators())
+
+
+def test_without_a_mode_the_dispatcher_is_not_asked(monkeypatch):
+    def registered(*arguments):
+        raise AssertionError("the registered operator was called")
+
+    for operator in operators().values():
+        monkeypatch.setattr(operator, "registered", registered)
+    run_all()
+    with pytest.raises(AssertionError, match="the registered operator"), Names():
+        run_all()
+
+
+LAYERS, HEADS, MODES, TIME, BATCH = 2, 2, 4, 9, 2
+CHUNK = 32  # tokens that the scan multiplies with one another; a shorter row costs as many
+
+
+def small_model(backend):
+    model = make_model(torch.float32, num_hidden_layers=LAYERS, frac_num_modes=MODES)
+    return on_backend(model, backend).to(DEVICE).train()
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, 61, (BATCH, TIME), generator=generator).to(DEVICE)
+
+
+def count_flops(model):
+    ids = tokens()
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    return counter.get_flop_counts()["Global"]
+
+
+def test_flops_of_a_model():
+    model = small_model("triton")
+    counts = count_flops(model)
+    head_dim = model.model.layers[0].mixer.head_dim
+    # A product of a channel of a token with the tokens of its chunk, or with a state of all modes.
+    products = LAYERS * BATCH * TIME * HEADS * head_dim
+    assert counts[torch.ops.flash_frac.scan] == 2 * products * (CHUNK + 3 * MODES)
+    assert counts[torch.ops.flash_frac.scan_backward] == 2 * products * (2 * CHUNK + 6 * MODES)
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert counts[torch.ops.aten.mm] == 3 * 2 * BATCH * TIME * sum(linear)
+    assert len(counts) == 3
+    plain = count_flops(small_model("torch"))
+    assert plain[torch.ops.aten.mm] == counts[torch.ops.aten.mm]
+    # In torch the scan is made of batches of products.
+    assert set(plain) == {torch.ops.aten.mm, torch.ops.aten.bmm}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="one process suffices, and the interpreter has it")
+def test_a_counter_that_is_older_than_the_operator():
+    """The first call of a process loads the operator, when the counter is already there."""
+    code = (
+        "import torch; from torch.utils.flop_counter import FlopCounterMode\n"
+        "from flash_frac.ops import frac_scan\n"
+        "x = torch.zeros(1, 3, 1, 2)\n"
+        "with FlopCounterMode(display=False) as counter: frac_scan(x, x, x, x)\n"
+        "print(counter.get_total_flops())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 2 * 3 * 2 * (CHUNK + 3 * 2)
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_checkpoints():
+    model, ids = small_model("triton"), tokens()
+    expected = gradients(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, ids), expected, strict=True))
+
+
+def test_selective_checkpoints(monkeypatch):
+    """A policy sees the scan; if it saves the results, no kernel of the scan runs twice."""
+    model, ids, seen, launched = small_model("triton"), tokens(), set(), []
+    expected = gradients(model, ids)
+
+    def policy(ctx, operator, *args, **kwargs):
+        seen.add(operator)
+        kept = operator == torch.ops.flash_frac.scan.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    watch(monkeypatch, launched.append)
+    got = gradients(model, ids)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert torch.ops.flash_frac.scan.default in seen
+    assert launched.count("output_kernel") == LAYERS
+    assert launched.count("conv_forward_kernel") == 2 * LAYERS
+
+
+def our_files():
+    """Files of the package on the stack, the first called first."""
+    files, frame = [], sys._getframe()
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(SOURCES):
+            files.append(str(path.relative_to(SOURCES)))
+        frame = frame.f_back
+    return list(dict.fromkeys(reversed(files)))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_way_to_a_launch_is_three_files(monkeypatch, gradients):
+    """From `frac_scan` to its kernels, and from autograd to those of its backward."""
+    ways = {}
+    watch(monkeypatch, lambda name: ways.setdefault(name, our_files()))
+    inputs = [x.requires_grad_(gradients) for x in random_inputs(1, 40, 1, 4, 16, device=DEVICE)]
+    y, state = frac_scan(*inputs, backend="triton")
+    assert set(ways) == {"mix_kernel", "states_kernel", "pass_kernel", "output_kernel"}
+    assert all(len(files) <= 3 for files in ways.values()), ways
+    assert ways["mix_kernel"][0] == "ops/scan/api.py"
+    if gradients:
+        ways.clear()
+        (y.sum() + state.sum()).backward()
+        assert "gradient_kernel" in ways and "mix_backward_kernel" in ways
+        assert all(len(files) <= 3 for files in ways.values()), ways
