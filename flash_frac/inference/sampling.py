@@ -99,8 +99,8 @@ def adjust(logits: Tensor, settings: SamplingSettings, *, seen: Tensor | None = 
 
 def _keep_share(scores: Tensor, share: float) -> Tensor:
     """The fewest tokens that hold at least `share` together, from the most likely on."""
-    ordered, places = scores.sort(-1)
+    ordered, order = scores.sort(-1)
     # From the least likely up: those that together hold no more than what may go.
     dropped = ordered.softmax(-1).cumsum(-1) <= 1 - share
     dropped[..., -1] = False
-    return scores.masked_fill(dropped.scatter(-1, places, dropped), -torch.inf)
+    return scores.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)

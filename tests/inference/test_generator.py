@@ -7,18 +7,17 @@ import flash_frac.inference.generator
 from flash_frac.inference import Generator, StopStrings
 from flash_frac.inference.sampling import SamplingSettings, choose
 from tests.models.conftest import make_model
+from tests.models.hybrids import close, make_hybrid
 
-LENGTH = 40
+LENGTH = 20
+
+
+both = pytest.mark.parametrize("model", [make_model, make_hybrid], indirect=True)
 
 
 @pytest.fixture
-def model():
-    return make_model().eval()
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 61, (3, 40), generator=torch.Generator().manual_seed(0))
+def model(request):
+    return getattr(request, "param", make_model)()
 
 
 def hugging_face(model, ids, **options):
@@ -26,12 +25,14 @@ def hugging_face(model, ids, **options):
     return model.generate(ids, **options)
 
 
+@both
 @torch.no_grad()
 def test_prefill(model, ids):
     logits = Generator(model).prefill(ids)
-    torch.testing.assert_close(logits, model(ids).logits[:, -1])
+    close(logits, model(ids).logits[:, -1])
 
 
+@both
 def test_greedy(model, ids):
     """Twice, because what a length does the second time may come from a graph."""
     generator = Generator(model)
@@ -40,6 +41,7 @@ def test_greedy(model, ids):
         assert torch.equal(got, hugging_face(model, batch))
 
 
+@both
 def test_left_padding(model, ids):
     mask = torch.ones_like(ids)
     mask[1, :17], mask[2, :39] = 0, 0
@@ -48,6 +50,7 @@ def test_left_padding(model, ids):
     assert torch.equal(got, hugging_face(model, padded, attention_mask=mask))
 
 
+@both
 def test_pieces(model, ids, monkeypatch):
     expected = Generator(model).generate(ids, max_new_tokens=LENGTH)
     monkeypatch.setattr(flash_frac.inference.generator, "PIECE", 7)
@@ -104,6 +107,7 @@ def test_sampling(model, ids):
     assert not torch.equal(generator.generate(ids, **options), generator.generate(ids, **options))
 
 
+@both
 def test_streaming(model, ids):
     generator = Generator(model)
     whole = generator.generate(ids, max_new_tokens=LENGTH)[:, ids.shape[1] :]

@@ -28,6 +28,7 @@ def padded(ids):
 
 
 def greedy_by_hand(model, ids, num):
+    """Without any cache: the whole sequence again for every token."""
     for _ in range(num):
         token = model(ids, use_cache=False).logits[:, -1].argmax(-1)
         ids = torch.cat([ids, token[:, None]], 1)

@@ -1,4 +1,4 @@
-"""`generate`: greedy, sampling, beams, padding, and going on from a cache."""
+"""`generate`, of Frac models and hybrid ones: greedy, sampling, beams, padding, from a cache."""
 
 import pytest
 import torch
@@ -6,17 +6,12 @@ from transformers import DynamicCache
 
 from flash_frac.models import FracCache
 from tests.models.conftest import make_model
+from tests.models.hybrids import OPTIONS, greedy_by_hand, make_hybrid
 
 
-def greedy_by_hand(model, ids, num):
-    """Without any cache: the whole sequence again for every token."""
-    for _ in range(num):
-        token = model(ids, use_cache=False).logits[:, -1].argmax(-1)
-        ids = torch.cat([ids, token[:, None]], 1)
-    return ids
-
-
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+@pytest.fixture(params=[make_model, make_hybrid])
+def model(request):
+    return request.param()
 
 
 @torch.no_grad()
@@ -24,6 +19,7 @@ def test_greedy(model, ids):
     expected = greedy_by_hand(model, ids, 12)
     assert torch.equal(model.generate(ids, **OPTIONS), expected)
     assert torch.equal(model.generate(ids, use_cache=False, **OPTIONS), expected)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=7, **OPTIONS), expected)
 
 
 @torch.no_grad()
@@ -64,10 +60,12 @@ def test_going_on_from_a_cache(model, ids):
 
 @torch.no_grad()
 def test_beam_search_is_that_without_a_cache(model, ids):
-    options = {**OPTIONS, "num_beams": 4, "num_return_sequences": 2}
+    mask = torch.ones_like(ids)
+    mask[1, :17] = 0
+    options = {**OPTIONS, "num_beams": 4, "num_return_sequences": 2, "attention_mask": mask}
     got = model.generate(ids, **options)
     assert torch.equal(got, model.generate(ids, use_cache=False, **options))
-    assert not torch.equal(got[::2], greedy_by_hand(model, ids, 12))
+    assert not torch.equal(got[:1], greedy_by_hand(model, ids[:1], 12))
 
 
 @torch.no_grad()
@@ -90,12 +88,6 @@ def test_sampling_is_that_without_a_cache(model, ids):
 def test_generate_from_embeddings(model, ids):
     got = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **OPTIONS)
     assert torch.equal(got, greedy_by_hand(model, ids, 12)[:, -12:])
-
-
-@torch.no_grad()
-def test_prefill_in_pieces(model, ids):
-    got = model.generate(ids, prefill_chunk_size=7, **OPTIONS)
-    assert torch.equal(got, greedy_by_hand(model, ids, 12))
 
 
 @torch.no_grad()

@@ -1,22 +1,29 @@
-"""Hybrid models: attention layers between Frac layers, in reading, training and saving."""
+"""Hybrid models: attention layers between Frac layers, in reading, training, saving and use."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from flash_frac.inspect import inspect_model
+from flash_frac.layers import FracMixer
 from flash_frac.models import (
     FracCache,
     FracConfig,
     FracForCausalLM,
     FracForSequenceClassification,
+    regrid,
 )
 from flash_frac.ops.testing import relative_error
+from flash_frac.train.flops import forward_flops
 from flash_frac.train.stateful import CarriedStates
 from tests.models.conftest import SIZES, make_model
-from tests.models.hybrids import LAYERS, OPTIONS, close, make_hybrid, padded
+from tests.models.hybrids import LAYERS, OPTIONS, close, greedy_by_hand, make_hybrid, padded
 
 
 @pytest.fixture
@@ -286,3 +293,35 @@ def test_only_hybrid_models_name_attention_to_fsdp(ids):
     assert set(plain._no_split_modules) == {"FracBlock"}
     kinds = {type(layer).__name__ for layer in hybrid.model.layers}
     assert set(hybrid._no_split_modules) == kinds
+
+
+def test_regrid_and_inspect_see_frac_layers_only(model, ids):
+    longer = regrid(model, tau_max=2.0**17, num_modes=9)
+    assert len(longer.layers) == 2
+    for old, new in zip(model.model.layers, longer.model.model.layers, strict=True):
+        if not isinstance(getattr(old, "mixer", None), FracMixer):
+            assert torch.equal(old.mlp.up_proj.weight, new.mlp.up_proj.weight)
+    assert longer.model(ids).logits.shape == (3, 40, 61)
+    assert len(inspect_model(model, ids).layers) == 2
+
+
+def test_flops_are_those_of_matrix_products(model):
+    """Of an attention layer two for each element of its matrices, as torch counts them, too."""
+    counts = []
+    for layers in (None, [1], [1, 3]):
+        counts.append(forward_flops(FracConfig(**{**SIZES, **LAYERS, "attention_layers": layers})))
+    frac = (counts[0] - 2 * 16 * 61) // 4
+    block = model.model.layers[1]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for linear in (x for x in block.modules() if isinstance(x, torch.nn.Linear)):
+            linear(linear.weight.new_zeros(40, linear.in_features))
+    attention = counter.get_total_flops() // 40
+    assert counts[0] - counts[1] == counts[1] - counts[2] == frac - attention
+
+
+def test_the_document_runs():
+    document = Path(__file__).parents[2] / "docs" / "hybrid.md"
+    (block,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(block, "docs/hybrid.md", "exec"), names)
+    assert torch.equal(names["text"], greedy_by_hand(names["model"], names["prompt"], 20))
