@@ -6,7 +6,8 @@ Random weights in bfloat16; on a CPU float32 and tiny sizes, for trying the scri
     prefill  the backbone with its cache, batch 1: eagerly, and ours through `Generator` as well
     decode   tokens/s of steady greedy decoding after a prompt, batch 1 and 64: `generate` of
              transformers, and ours through `Generator` as well; T is the length of the prompt
-    train    forward and backward with labels, gradients made anew, no optimizer; 8 x 4096 tokens
+    train    forward and backward with labels, gradients set to None before, no optimizer;
+             8 x 4096 tokens
     small    forward and forward+backward of a model of width 256, our backends in turns
 The kernels are checked in a small model against float64 first. Rows go to <gpu>.csv.
 """
@@ -14,54 +15,40 @@ The kernels are checked in a small model against float64 first. Rows go to <gpu>
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from measure import add_options, row_keeper
 
-from flash_frac.bench.models import PARTS, check, makers, measure
-from flash_frac.bench.parts import CPU_SIZES, Sizes, small_rows
-from flash_frac.bench.peers import MODEL_PEERS, model_peers
+from flash_frac.bench.models import PARTS, measure_models
+from flash_frac.bench.parts import default_sizes
+from flash_frac.bench.peers import MODEL_PEERS
+from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import exit_if_ours_failed
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 
-CONFIG = Path(__file__).parents[1] / "recipes" / "models" / "frac-1.3b" / "config.json"
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "small"], default=[*PARTS, "small"])
-    parser.add_argument("--peers", nargs="+", choices=[*MODEL_PEERS], default=[*MODEL_PEERS])
-    parser.add_argument("--config", type=Path, help="config.json of the model; default 1.3B")
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    if options.config is None and not torch.cuda.is_available():
-        parser.error("without a GPU a tiny model must be given with --config")
-    return options
+CONFIG = find_config("frac-1.3b") / "config.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     typed = sys.argv[1:] if arguments is None else arguments
-    options = parse(typed)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "small"], default=[*PARTS, "small"])
+    parser.add_argument("--config", type=Path, help="config.json of the model; default 1.3B")
+    add_options(parser, peers=MODEL_PEERS)
+    options = parser.parse_args(typed)
+    if options.config is None and not torch.cuda.is_available():
+        parser.error("without a GPU a tiny model must be given with --config")
     keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
-    device, backend, dtype, sizes = "cuda", "triton", torch.bfloat16, Sizes()
-    if not torch.cuda.is_available():
-        device, backend, dtype, sizes = "cpu", "torch", torch.float32, CPU_SIZES
-    error = check(device, backend)
-    if "small" in options.parts:
-        keep(small_rows(device, dtype, sizes, error, failures))
-    parts = [part for part in PARTS if part in options.parts]
     config = FracConfig.from_json_file(options.config or CONFIG)
-    peers = model_peers([] if options.no_peers else options.peers, config, failures)
-    for name, make in makers(config, peers, device, dtype, error).items() if parts else ():
-        for rows in measure(name, make, parts, sizes, failures):
-            keep(rows)
-        gc.collect()
-        torch.cuda.empty_cache()
+    peers = [] if options.no_peers else options.peers
+    for rows in measure_models(
+        config, parts=options.parts, peers=peers, sizes=default_sizes(), failures=failures
+    ):
+        keep(rows)
     exit_if_ours_failed(failures)
 
 

@@ -2,248 +2,23 @@
 
     python benchmarks/ops.py [--no-peers | --peers NAME ...] [--profile] [--time T] [--repeats R]
 
-On a machine with a GPU: the Triton and the torch backend in bfloat16 at the shape of the 1.3B
-model, and the peers of `peers.py` that can be imported, in turns; rows go to <gpu>.csv. Read and
-write are float32 for us, as the layer makes them. The kernels are checked against float64 first.
-On a CPU the yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma in one
-piece, gradients by autograd. Both are checked against float64 first, then timed in turns; peak
-memory is measured in a process of its own. Rows go to benchmarks/results/cpu.csv.
-Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
+On a GPU: our backends at the shape of the 1.3B model and the peers that can be imported, in
+bfloat16; rows go to <gpu>.csv. On a CPU: the torch backend and the textbook chunked form; rows go
+to cpu.csv. `flash_frac/bench/ops.py` says how each is checked and timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from measure import add_options, row_keeper
-from peers import OP_PEERS, Operation, op_peers
-from torch import Tensor
 
-from flash_frac.bench.timing import (
-    OURS,
-    attempt,
-    exit_if_ours_failed,
-    make_row,
-    peak_mib,
-    runnable,
-    time_in_turns,
-)
-from flash_frac.ops import frac_scan
-from flash_frac.ops.testing import ScanInputs, random_inputs, relative_error
-
-Scan = Callable[[ScanInputs], tuple[Tensor, Tensor]]
-GPU_SIZES = ([1, 16384, 16, 16, 256], [8, 4096, 16, 16, 256])
-
-
-def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """The yardstick: design of the paper's appendix, one chunk after another."""
-    batch, num_tokens, heads, channels = inputs.u.shape
-    state = inputs.u.new_zeros(batch, heads, inputs.read.shape[-1], channels)
-    future = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)[..., None]
-    outputs = []
-    for start in range(0, num_tokens, chunk):
-        u, read, write, log_decay = (x[:, start : start + chunk].transpose(1, 2) for x in inputs)
-        size = u.shape[2]
-        total = log_decay.cumsum(2)
-        between = total[:, :, :, None] - total[:, :, None]
-        decay = between.masked_fill(future[:size, :size], -torch.inf).exp()
-        gamma = torch.einsum("bhtm,bhkm,bhtkm->bhtk", read, write, decay)
-        outputs.append((gamma @ u + (read * total.exp()) @ state).transpose(1, 2))
-        last = total[:, :, -1:]
-        state = last.transpose(2, 3).exp() * state
-        state = state + (write * (last - total).exp()).transpose(2, 3) @ u
-    return torch.cat(outputs, 1), state
-
-
-IMPLEMENTATIONS = {
-    "plain chunk-32 loop": plain_chunk_scan,
-    "flash_frac torch": lambda inputs: frac_scan(*inputs, backend="torch"),
-}
-
-
-def specification(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """The loop over tokens that everything is measured against."""
-    return frac_scan(*inputs, backend="recurrent")
-
-
-def forward_backward(scan: Scan, inputs: ScanInputs) -> list[Tensor]:
-    """Outputs and the gradients of all inputs, for y and state weighted by their cosines."""
-    leaves = ScanInputs(*(x.detach().requires_grad_() for x in inputs))
-    y, state = scan(leaves)
-    torch.autograd.backward([y, state], [torch.cos(y.detach()), torch.cos(state.detach())])
-    return [y.detach(), state.detach(), *(x.grad for x in leaves if x.grad is not None)]
-
-
-def check(name: str) -> float:
-    """Worst relative error against float64; no timing past ten times that of the float32 loop.
-
-    Ten and not two, because the yardstick is to be timed too, and takes differences of larger sums.
-    """
-    inputs = random_inputs(1, 200, 2, 16, 8, rho_eps=1e-6)
-    exact = forward_backward(specification, inputs.to(torch.float64))
-
-    def worst(scan: Scan) -> float:
-        pairs = zip(forward_backward(scan, inputs), exact, strict=True)
-        return max(relative_error(value, reference) for value, reference in pairs)
-
-    error = worst(IMPLEMENTATIONS[name])
-    if not error < 10 * worst(specification):
-        raise SystemExit(f"{name} is wrong by {error:.1e}: no timing")
-    return error
-
-
-def process_peak_mib(name: str, sizes: list[int]) -> float:
-    """Memory that one forward and backward adds to a fresh process, in MiB."""
-    command = [sys.executable, __file__, "--peak-of", name, *map(str, sizes)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-
-
-def print_peak(name: str, sizes: list[int]) -> None:
-    scan = IMPLEMENTATIONS[name]
-    forward_backward(scan, random_inputs(1, 64, *sizes[2:]))
-    inputs = random_inputs(*sizes)
-    # Linux: start the high-water mark of resident memory anew.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory_mib("VmRSS")
-    forward_backward(scan, inputs)
-    print(json.dumps(memory_mib("VmHWM") - before))
-
-
-def memory_mib(field: str) -> float:
-    """Resident memory now (VmRSS) or at its highest (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
-
-
-def measure_cpu(sizes: list[int], repeats: int) -> list[dict]:
-    """One row an implementation; they take turns at every call, so that noise falls on all."""
-    errors = {name: check(name) for name in IMPLEMENTATIONS}
-    inputs = random_inputs(*sizes)
-    functions = {
-        name: lambda scan=scan: forward_backward(scan, inputs)
-        for name, scan in IMPLEMENTATIONS.items()
-    }
-    times = time_in_turns(functions, rounds=repeats, repeats=1)
-    return [
-        make_row(
-            name,
-            "forward+backward",
-            dict(zip("BTHMD", sizes, strict=True)),
-            torch.float32,
-            times[name],
-            tokens=sizes[0] * sizes[1],
-            peak=round(process_peak_mib(name, sizes)),
-            error=errors[name],
-        )
-        for name in IMPLEMENTATIONS
-    ]
-
-
-def our_scan(inputs: ScanInputs, backend: str) -> Operation:
-    """The scan of one backend, to be timed beside its peers."""
-
-    def scan(*arguments: Tensor) -> Tensor:
-        return frac_scan(*arguments, backend=backend).y
-
-    _, _, heads, channels = inputs.u.shape
-    shape = {"H": heads, "M": inputs.read.shape[-1], "D": channels}
-    return Operation(f"{OURS} {backend}", shape, scan, inputs, True)
-
-
-def check_operations(operations: Sequence[Operation], inputs: ScanInputs) -> dict[str, float]:
-    """Worst relative errors of y and its gradients against float64; ours at most twice torch's.
-
-    Of the operations only those that compute our scan; a peer's error is recorded, not judged.
-    """
-    exact = our_scan(inputs.to(torch.float64), "torch").backward()
-
-    def errors(operation: Operation) -> Tensor:
-        pairs = zip(operation.backward(), exact, strict=True)
-        return torch.tensor([relative_error(value, reference) for value, reference in pairs])
-
-    limits = 2 * (errors(our_scan(inputs, "torch")) + 2**-9)
-    worst: dict[str, float] = {}
-
-    def judge(operation: Operation) -> None:
-        found = errors(operation)
-        worst[operation.name] = found.max().item()
-        # Not "any above", because an error of NaN is above nothing.
-        if operation.name.startswith(OURS) and not (found <= limits).all():
-            raise SystemExit(f"{operation.name} is wrong by {found.max():.1e}: no timing")
-
-    for operation in operations:
-        if operation.is_scan and operation.name.startswith(OURS):
-            judge(operation)
-        elif operation.is_scan:
-            attempt(f"error of {operation.name}", partial(judge, operation), [])
-    return worst
-
-
-def measure_operations(
-    sizes: list[int],
-    failures: list[str],
-    *,
-    backends: Sequence[str] = ("triton", "torch"),
-    peers: Iterable[str] = (),
-    device: str = "cuda",
-) -> list[dict]:
-    """Rows of the backends and the peers, forward and forward+backward, at one shape."""
-
-    def operations(inputs: ScanInputs) -> list[Operation]:
-        ours = [our_scan(inputs, backend) for backend in backends]
-        return [*ours, *op_peers(peers, inputs, failures)]
-
-    tiny = [1, min(sizes[1], 4096), min(sizes[2], 2), *sizes[3:]]
-    inputs = random_inputs(*tiny, dtype=torch.bfloat16, device=device, rho_eps=1e-6)
-    errors = check_operations(operations(inputs), inputs)
-    inputs = random_inputs(*sizes, device=device, rho_eps=1e-6)
-    timed = operations(inputs._replace(u=inputs.u.bfloat16()))
-    rows = []
-    for passed in ("forward", "forward+backward"):
-        functions = runnable(
-            {o.name: o.forward if passed == "forward" else o.backward for o in timed}, failures
-        )
-        times = time_in_turns(functions)
-        rows += [
-            make_row(
-                operation.name,
-                passed,
-                {"B": sizes[0], "T": sizes[1], **operation.shape},
-                torch.bfloat16,
-                times[operation.name],
-                tokens=sizes[0] * sizes[1],
-                peak=peak_mib(functions[operation.name]),
-                error=errors.get(operation.name),
-            )
-            for operation in timed
-            if operation.name in functions
-        ]
-    return rows
-
-
-def print_profile(sizes: list[int]) -> None:
-    """Mean time of every kernel of a forward and backward pass on a GPU, in microseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    inputs = random_inputs(*sizes, device="cuda", rho_eps=1e-6)
-    operation = our_scan(inputs._replace(u=inputs.u.bfloat16()), "triton")
-    operation.backward()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(10):
-            operation.backward()
-        torch.cuda.synchronize()
-    for kernel in profiler.key_averages():
-        if kernel.key.endswith("_kernel"):
-            mean = kernel.device_time_total / kernel.count
-            print(f"{kernel.key:22} {mean:9.1f} us, {kernel.count // 10} times")
+from flash_frac.bench.ops import GPU_SIZES, measure_cpu, measure_operations, print_profile
+from flash_frac.bench.peers import OP_PEERS
+from flash_frac.bench.rows import add_options, row_keeper
+from flash_frac.bench.timing import exit_if_ours_failed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -251,15 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--time", type=int, default=4096, help="tokens, on a CPU")
     parser.add_argument("--repeats", type=int, default=15, help="on a CPU")
     parser.add_argument("--profile", action="store_true", help="times of the kernels, no rows")
-    parser.add_argument("--peers", nargs="+", choices=[*OP_PEERS], default=[*OP_PEERS])
-    parser.add_argument("--peak-of", nargs=6, help=argparse.SUPPRESS)
-    add_options(parser)
+    add_options(parser, peers=OP_PEERS)
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
-    if options.peak_of:
-        name, *sizes = options.peak_of
-        print_peak(name, [int(size) for size in sizes])
-        return
     if options.profile and not torch.cuda.is_available():
         parser.error("--profile needs a GPU")
     if options.profile:
@@ -269,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
     if torch.cuda.is_available():
+        peers = [] if options.no_peers else options.peers
         for sizes in GPU_SIZES:
-            peers = [] if options.no_peers else options.peers
             keep(measure_operations(sizes, failures, peers=peers))
     else:
         keep(measure_cpu([1, options.time, 8, 16, 64], options.repeats))

@@ -10,49 +10,32 @@ whose bars would hide the others. Nothing but the CSV is read, and no GPU is nee
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS
-
+from flash_frac import drawing
+from flash_frac.bench.rows import read_rows
 from flash_frac.bench.timing import OURS
+from flash_frac.drawing import FAINT, GREY, INK, OTHER, PALE, TEXT, THIRD
 from flash_frac.extras import require
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
-INK, FAINT = "#222222", "#dddddd"
+RESULTS = Path(__file__).parent / "results"
 # The first name that an implementation contains decides; ours by way of transformers are paler.
 COLOURS = {
-    "(eager)": "#6fc0c5",
-    "(generate)": "#6fc0c5",
-    OURS: "#00707c",
+    "(eager)": PALE,
+    "(generate)": PALE,
+    OURS: drawing.OURS,
     "chunk_gla": "#e09f3e",
-    "gated_delta_rule": "#c06c54",
-    "GatedDeltaNet": "#c06c54",
-    "SSD": "#8d6a9f",
-    "Mamba2": "#8d6a9f",
-    "SDPA": "#8a94a0",
-    "Qwen3": "#8a94a0",
+    "gated_delta_rule": OTHER,
+    "GatedDeltaNet": OTHER,
+    "SSD": THIRD,
+    "Mamba2": THIRD,
+    "SDPA": GREY,
+    "Qwen3": GREY,
 }
-STYLE = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    # Text stays text, and ids do not change from run to run: a figure differs when its rows do.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flash-frac",
-}
-
-
-def read(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def newest(rows: Iterable[dict], script: str, passed: str) -> list[dict]:
@@ -212,10 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require("matplotlib", "plot", "benchmarks/plot.py").use("Agg")
     pyplot = require("matplotlib.pyplot", "plot", "benchmarks/plot.py")
-    rows = read(options.csv)
+    rows = read_rows(options.csv)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in (("op_speed", op_figure), ("model_speed", model_figure)):
-        with pyplot.rc_context(STYLE | {"figure.constrained_layout.use": True}):
+        with pyplot.rc_context(TEXT | {"figure.constrained_layout.use": True}):
             figure = draw(rows, pyplot)
             if figure is None:
                 print(f"{name}.svg not drawn: {options.csv} has no rows for it")

@@ -1,4 +1,4 @@
-"""A small decoder-only language model around any mixer of `flash_frac.baselines`.
+"""A small decoder-only language model around any mixer of `experiments.baselines`.
 
     h = embed(tokens);  h = h + mixer(norm(h));  [h = h + mlp(norm(h))];  logits = head(norm(h))
 
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_frac.baselines import make_mixer
-from flash_frac.inspect import evaluating
+from experiments.baselines import mixer_of
 from flash_frac.layers import RMSNorm
+from flash_frac.models.evaluating import evaluating
 from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops.loss import linear_cross_entropy
 
@@ -36,7 +36,7 @@ class LanguageModelDesign:
     """What a `LanguageModel` is built from.
 
     Attributes:
-        mixer, num_heads, head_dim, options: of `flash_frac.baselines.make_mixer`.
+        mixer, num_heads, head_dim, options: of `experiments.baselines.make_mixer`.
         vocab_size, hidden_size, num_layers: sizes.
         mlp_size: inner width of the SwiGLU after every mixer; 0 for none.
         tied: whether the head shares the embedding.
@@ -90,13 +90,7 @@ class Block(nn.Module):
         super().__init__()
         width = design.hidden_size
         self.norm = RMSNorm(width, NORM_EPS)
-        self.mixer = make_mixer(
-            design.mixer,
-            width,
-            num_heads=design.num_heads,
-            head_dim=design.head_dim,
-            **design.options,
-        )
+        self.mixer = mixer_of(design, width)
         self.mlp_norm = RMSNorm(width, NORM_EPS) if design.mlp_size else None
         self.mlp = SwiGLU(width, design.mlp_size) if design.mlp_size else None
 

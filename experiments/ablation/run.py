@@ -16,6 +16,7 @@ from experiments.ablation.variants import VARIANTS, make_variant
 from experiments.language_model import LanguageModel
 from experiments.long_documents import study
 from experiments.long_documents.run import STEPS
+from experiments.table import out_folder
 
 HERE = Path(__file__).parent
 LENGTHS = [4096, 16384]
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vocab_size = protocol.corpus.vocab_size
         return make_variant(name, seed, vocab_size=vocab_size, smoke=options.smoke)
 
-    table = study.results(study.out_folder(options, HERE))
+    table = study.results(out_folder(options, HERE))
     study.run(study.make_jobs(options, options.variants), make, table, protocol)
     print(f"{table.path}: {len(table.rows)} rows")
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from experiments.ablation.run import HERE
 from experiments.ablation.variants import BASELINE, DATASETS, VARIANTS
 from experiments.long_documents.summary import Runs, asked_runs, ratios
-from experiments.models import cell, short
+from experiments.style import cell
+from flash_frac.drawing import short
 
 
 def changes(found: Mapping[str, Runs], length: int) -> dict[str, list[float]]:

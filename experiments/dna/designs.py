@@ -3,7 +3,7 @@
 The paper gives the expansions: 1.5 for Frac, 1.75 for Mamba3, 2 for the values of Gated DeltaNet,
 whose keys span 0.75 of the width as in its language models. A mixer then has 6 to 6.3 E^2 weights,
 eight of them 3.2M to 3.4M, and 7M is reached with a SwiGLU of 8 E^2 in every block, the same for
-all: the core "swiglu". The core "plain" has none; Frac's is then recipes/models/frac-dna.
+all: the core "swiglu". The core "plain" has none; Frac's is then the size frac-dna.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from experiments.baselines import published_frac
 from experiments.dna.data import VOCAB_SIZE
 from experiments.language_model import LanguageModelDesign
-from experiments.models import published_frac
 
 WIDTH, NUM_LAYERS, NUM_HEADS = 256, 8, 8
 # Two thirds of four times the width, up to a multiple of 16.

@@ -10,8 +10,8 @@ from typing import Any
 
 from experiments.dna.run import HERE, results
 from experiments.dna.summary import SETTING, Score, best_rows
-from experiments.models import COLOURS, NAMES, curve, short
-from flash_frac.drawing import FAINT, INK, figure_at
+from experiments.style import COLOURS, NAMES, curve
+from flash_frac.drawing import INK, faint_grid, figure_at, length_axis
 
 
 def draw(axes: Any, scores: Mapping[tuple[str, int], Score]) -> None:
@@ -25,12 +25,9 @@ def draw(axes: Any, scores: Mapping[tuple[str, int], Score]) -> None:
         if found:
             curve(axes, found, colour=COLOURS[model], label=name)
     lengths = sorted({length for _, length in scores})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [short(n) for n in lengths])
-    axes.minorticks_off()
+    length_axis(axes, lengths)
     axes.set(xlabel="length in training and test, bases", ylabel="test perplexity")
-    axes.grid(axis="y", color=FAINT, lw=0.6)
-    axes.set_axisbelow(True)
+    faint_grid(axes)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from experiments.dna.data import RowSettings
 from experiments.dna.designs import CORES, MODELS
 from experiments.dna.fetch import CHROMOSOME_20
+from experiments.table import add_run_options
 
 LENGTHS = tuple(1024 * k for k in (1, 4, 8, 16, 32, 64))
 LRS = (1e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1e-2, 2e-2)
@@ -113,9 +114,7 @@ def parse(description: str, arguments: Sequence[str] | None) -> tuple[argparse.N
     parser.add_argument("--eval-tokens", type=int, help="of valid and test; 0 for all")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU")
     parser.add_argument("--device", help="a GPU if there is one")
-    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
-    parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--smoke", action="store_true", help="tiny runs, in seconds on a CPU")
+    add_run_options(parser)
     options = parser.parse_args(arguments)
     smoke = options.smoke
     options.lengths = options.lengths or ([64, 128] if smoke else list(LENGTHS))

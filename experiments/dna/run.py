@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -42,7 +41,7 @@ from experiments.dna.designs import make_design
 from experiments.dna.protocol import COLUMNS, KEY, Job, Protocol, parse
 from experiments.dna.summary import best_rows, lines
 from experiments.language_model import LanguageModel, loss, make_model, num_parameters, token_losses
-from experiments.table import Table
+from experiments.table import Table, made_with, out_folder
 from experiments.training import (
     Optimisation,
     Training,
@@ -50,7 +49,6 @@ from experiments.training import (
     train_side_by_side,
     training_device,
 )
-from flash_frac.provenance import provenance
 
 HERE = Path(__file__).parent
 # Tokens that are evaluated at once over all rows, and of one row; longer rows come in pieces.
@@ -202,13 +200,11 @@ def load(options: argparse.Namespace) -> tuple[Genome, dict[str, list[Interval]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, protocol = parse(__doc__.splitlines()[0], arguments)
-    out = options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE)
-    table, device = results(out), training_device(options.device)
-    made_with = provenance() | ({"commit": options.commit} if options.commit else {})
-    made_with = {name: made_with[name] for name in ("commit", "machine", "torch")}
+    table, device = results(out_folder(options, HERE)), training_device(options.device)
+    facts = made_with(options.commit)
 
     def keep(row: dict[str, Any]) -> None:
-        table.append([row | made_with])
+        table.append([row | facts])
         shown = (*KEY[6:], "valid_ppl", "test_ppl", "train_s", "evaluate_s")
         print(*(row[name] for name in shown), flush=True)
 

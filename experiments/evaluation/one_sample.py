@@ -13,7 +13,7 @@ import flash_frac.models  # noqa: F401  (registers Frac with the Auto classes)
 from flash_frac.data import load_tokenizer
 from flash_frac.evals import niah
 from flash_frac.evals.suites import Request
-from flash_frac.generation import PIECE, Generator
+from flash_frac.inference.generator import PIECE, Generator
 
 
 class Sample(NamedTuple):

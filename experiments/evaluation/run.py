@@ -2,7 +2,7 @@
 
     python -m experiments.evaluation.run CHECKPOINT --data-dir DIR [--suites niah longppl lm]
     python -m experiments.evaluation.run CHECKPOINT --data-dir DIR --untrained --suites lm
-    python -m experiments.evaluation.run --shape recipes/models/frac-1.3b --one-sample 65536
+    python -m experiments.evaluation.run --shape frac-1.3b --one-sample 65536
 
 Rows go to results.csv. What is measured is kept in --work as it comes, and not measured again.
 """
@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from experiments.evaluation.chance import chance_of
 from experiments.evaluation.one_sample import time_one_sample
 from experiments.evaluation.toy import toy_checkpoint, toy_data
-from experiments.table import Table
+from experiments.table import Table, add_run_options, made_with
 from flash_frac.evals.language_model import FracLM
 from flash_frac.evals.runner import Settings, evaluate, model_name
 from flash_frac.evals.suites import SUITES, Suite, Unit
-from flash_frac.provenance import provenance, version_of
+from flash_frac.recipes import find_config
 
 HERE = Path(__file__).parent
 LENGTHS = [2**n for n in range(10, 17)]
@@ -50,15 +50,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=["niah", "longppl", "lm"])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--limit", type=int, help="examples of each task at most; all")
-    parser.add_argument("--name", help="of the model in the table; its folder's unless told")
+    parser.add_argument("--name", help="of the model in the table; its folder's by default")
     parser.add_argument("--untrained", action="store_true", help="its shape with new weights")
-    parser.add_argument("--shape", type=Path, help="folder of a config.json, for --one-sample")
+    parser.add_argument("--shape", help="model size, or folder of a config.json, for --one-sample")
     parser.add_argument("--one-sample", type=int, help="time one needle of so many tokens")
     parser.add_argument("--tokenizer", default="bytes", help="for --one-sample; a folder")
-    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
     parser.add_argument("--work", type=Path, help="where results are kept; runs/evaluation/NAME")
-    parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, seconds on a CPU")
+    add_run_options(parser, smoke="a tiny model, seconds on a CPU")
     options = parser.parse_args(arguments)
     if (options.shape is None) != (options.one_sample is None):
         parser.error("--shape and --one-sample go together")
@@ -154,10 +152,10 @@ def measure(options: argparse.Namespace, checkpoint: str, name: str, table: Tabl
 
 def one_sample(options: argparse.Namespace, table: Table) -> None:
     """Time one needle at a shape, and keep it as a row."""
-    taken = time_one_sample(options.shape, options.one_sample, options.tokenizer)
-    made_with = provenance() | ({"commit": options.commit} if options.commit else {})
+    shape = find_config(options.shape)
+    taken = time_one_sample(shape, options.one_sample, options.tokenizer)
     row = {
-        "name": options.name or f"{options.shape.resolve().name}-shape",
+        "name": options.name or f"{shape.name}-shape",
         "suite": "niah",
         "task": "niah_single_1",
         "length": options.one_sample,
@@ -169,8 +167,7 @@ def one_sample(options: argparse.Namespace, table: Table) -> None:
         "tokens_per_s": round(taken.tokens_read / taken.seconds),
         "peak_mib": taken.peak_mib,
         "parameters": taken.parameters,
-        **{name: made_with[name] for name in ("commit", "machine", "torch")},
-        "lm_eval": version_of("lm_eval"),
+        **made_with(options.commit, ("commit", "machine", "torch", "lm_eval")),
     }
     table.append([dict.fromkeys(COLUMNS) | row])
     print(

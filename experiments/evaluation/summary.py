@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.evaluation.run import HERE, results
-from experiments.models import short
+from flash_frac.drawing import short
 
 Row = Mapping[str, str]
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")

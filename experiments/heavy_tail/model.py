@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from experiments.baselines import absorb, mixer_of
 from experiments.heavy_tail.data import NUM_TOKENS
-from flash_frac.baselines import absorb, make_mixer
 from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops import ControlSettings
 
 
 class Design(NamedTuple):
-    """A mixer of `flash_frac.baselines.make_mixer` and its size.
+    """A mixer of `experiments.baselines.make_mixer` and its size.
 
     ffn: width of an MLP, or 0. dilation: in training, time passes up to so many times as fast, by a
     factor drawn log-uniformly for each sequence (`FracConfig.frac_time_dilation`).
@@ -81,13 +81,7 @@ class Probe(nn.Module):
         width = design.hidden_size
         self.embed = nn.Embedding(NUM_TOKENS, width)
         self.norm = nn.LayerNorm(width)
-        self.mixer = make_mixer(
-            design.mixer,
-            width,
-            num_heads=design.num_heads,
-            head_dim=design.head_dim,
-            **design.options,
-        )
+        self.mixer = mixer_of(design, width)
         self.ffn = None
         if design.ffn:
             self.ffn = nn.Sequential(
@@ -117,7 +111,3 @@ class Probe(nn.Module):
         if self.ffn is not None:
             hidden = hidden + self.ffn(hidden)
         return self.head(self.final_norm(hidden))
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

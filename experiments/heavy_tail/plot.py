@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.heavy_tail.run import HERE, LENGTHS, results
 from experiments.heavy_tail.summary import NAMES, Accuracies, accuracies
-from experiments.models import COLOURS, curve, short
-from flash_frac.drawing import FAINT, FOURTH, GREY, INK, OURS, PALE, figure_at
+from experiments.style import COLOURS, curve
+from flash_frac.drawing import FAINT, FOURTH, GREY, INK, OURS, PALE, figure_at, length_axis
 
 # The published layer is paler here than ours.
 HERE_COLOURS = {**COLOURS, "frac_ours": OURS, "frac": PALE, "mamba3": FOURTH}
@@ -28,9 +28,7 @@ def draw(axes: Any, found: Accuracies, gamma: float) -> None:
         values = [along[n][0] for n in lengths]
         axes.plot(lengths, values, line, color=INK, lw=width, label=NAMES[name])
     axes.axhline(50, color=GREY, lw=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(LENGTHS, [short(n) for n in LENGTHS])
-    axes.minorticks_off()
+    length_axis(axes, LENGTHS)
     axes.set(title=f"γ = {gamma}", xlabel="tokens (trained at 512)", ylim=(45, 101))
     axes.set_ylabel("accuracy, percent")
     axes.grid(color=FAINT, lw=0.6)

@@ -10,7 +10,6 @@ several models train side by side. --smoke is a minute's worth on a CPU, in a te
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 from experiments.heavy_tail.data import Law, draw
 from experiments.heavy_tail.kernels import accuracies, yardsticks
-from experiments.heavy_tail.model import DESIGNS, Probe, num_parameters
-from experiments.table import Table
+from experiments.heavy_tail.model import DESIGNS, Probe
+from experiments.language_model import num_parameters
+from experiments.table import Table, add_run_options, made_with, out_folder
 from experiments.training import Optimisation, Training, train_side_by_side, training_device
-from flash_frac.provenance import provenance
 
 HERE = Path(__file__).parent
 LENGTHS = (512, 2048, 8192, 16384, 32768, 65536, 131072)
@@ -193,15 +192,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--sequences", type=int, default=2000, help="for each length")
     parser.add_argument("--at-once", type=int, default=8, help="models that share the GPU")
-    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
-    parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--smoke", action="store_true", help="tiny runs, in seconds on a CPU")
+    add_run_options(parser)
     options = parser.parse_args(arguments)
     if options.smoke:
         options.gammas, options.seeds, options.lengths, options.train_length = [0.1], [0], [64], 64
         options.steps, options.batch_size, options.sequences = 5, 8, 64
-    if options.out is None:
-        options.out = Path(tempfile.mkdtemp()) if options.smoke else HERE
     return options
 
 
@@ -216,14 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         min_lr=1e-5,
         clip=1.0,
     )
-    made_with = provenance() | ({"commit": options.commit} if options.commit else {})
     protocol = Protocol(
         lengths=tuple(sorted(options.lengths)),
         train_length=options.train_length,
         num_sequences=options.sequences,
         optimisation=optimisation,
         device=training_device(),
-        made_with={name: made_with[name] for name in ("commit", "machine", "torch")},
+        made_with=made_with(options.commit),
     )
     jobs = [
         Job(model, gamma, seed)
@@ -231,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in options.seeds
         for model in options.models
     ]
-    table = results(options.out)
+    table = results(out_folder(options, HERE))
     run(jobs, options.gammas, table, options.at_once, protocol)
     print(f"{table.path}: {len(table.rows)} rows")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from experiments.heavy_tail.model import DESIGNS
 from experiments.heavy_tail.run import HERE, LENGTHS, results
-from experiments.models import NAMES as MODEL_NAMES
-from experiments.models import cell, short
+from experiments.style import NAMES as MODEL_NAMES
+from experiments.style import cell
+from flash_frac.drawing import short
 from flash_frac.extras import require
 
 # The paper's Table on 10 runs, γ = 0.1: mean and standard deviation at LENGTHS.

@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.language_model import LanguageModel, token_losses
 from experiments.long_documents.corpus import Corpus, batches, windows
 from experiments.long_documents.recall import draw_questions, plant, recall
-from flash_frac.inspect import evaluating
+from flash_frac.models.evaluating import evaluating
 
 # Tokens that are read at once, over all rows: 8 GB of logits with 32,000 tokens.
 TOKENS_AT_ONCE = 2**16

@@ -11,29 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.baselines import published_frac
 from experiments.language_model import LanguageModel, LanguageModelDesign, num_parameters
-from experiments.models import published_frac
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.recipes import find_config
 
-RECIPE = Path(__file__).parents[2] / "recipes/models/frac-30m"
+RECIPE = find_config("frac-30m")
 
 
 def frac_design(
     options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
 ) -> LanguageModelDesign:
     """Frac at 30M, with other options of FracMixer and other ControlSettings, if given."""
-    return LanguageModelDesign(
-        mixer="frac",
-        vocab_size=32000,
-        hidden_size=512,
-        num_layers=16,
-        num_heads=8,
-        head_dim=128,
-        options=published_frac(options, settings),
-    )
+    return _design("frac", 16, 8, 128, options=published_frac(options, settings))
 
 
-def _peer(mixer: str, num_layers: int, num_heads: int, head_dim: int, **rest: Any):
+def _design(
+    mixer: str, num_layers: int, num_heads: int, head_dim: int, **rest: Any
+) -> LanguageModelDesign:
     return LanguageModelDesign(
         mixer=mixer,
         vocab_size=32000,
@@ -47,11 +42,11 @@ def _peer(mixer: str, num_layers: int, num_heads: int, head_dim: int, **rest: An
 
 DESIGNS = {
     "frac": frac_design(),
-    "attention": _peer("attention", 9, 8, 64, mlp_size=1472),
-    "qwen3": _peer("attention", 9, 8, 64, options={"qk_norm": True}, mlp_size=1472),
-    "mamba2": _peer("mamba2", 17, 16, 64, options={"state_size": 128}),
-    "gated_deltanet": _peer("gated_deltanet", 10, 6, 64, options={"expand_v": 2.0}, mlp_size=912),
-    "mamba3": _peer("mamba3", 17, 16, 64, options={"state_size": 128}),
+    "attention": _design("attention", 9, 8, 64, mlp_size=1472),
+    "qwen3": _design("attention", 9, 8, 64, options={"qk_norm": True}, mlp_size=1472),
+    "mamba2": _design("mamba2", 17, 16, 64, options={"state_size": 128}),
+    "gated_deltanet": _design("gated_deltanet", 10, 6, 64, options={"expand_v": 2.0}, mlp_size=912),
+    "mamba3": _design("mamba3", 17, 16, 64, options={"state_size": 128}),
 }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from experiments.long_documents.run import HERE
 from experiments.long_documents.summary import Runs, asked_runs, ratios
-from experiments.models import COLOURS, NAMES, curve, short
-from flash_frac.drawing import FAINT, GREY, figure_at
+from experiments.style import COLOURS, NAMES, curve
+from flash_frac.drawing import GREY, faint_grid, figure_at, length_axis, short
 
 # Of the relative perplexities that are drawn: attention's grow without bound beyond training.
 HIGHEST = 1.2
@@ -63,10 +63,8 @@ def mark(axes: Any, train_length: int) -> None:
     curves = [line for line in axes.lines if line.get_marker() == "o"]
     shown = sorted({int(n) for line in curves for n in line.get_xdata()})
     axes.axvline(train_length, color=GREY, lw=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [short(n) for n in shown])
-    axes.grid(axis="y", color=FAINT, lw=0.6)
-    axes.set_axisbelow(True)
+    length_axis(axes, shown)
+    faint_grid(axes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from experiments.language_model import LanguageModel, make_model
 from experiments.long_documents import study
 from experiments.long_documents.models import DESIGNS, fitted, save_frac
+from experiments.table import out_folder
 
 HERE = Path(__file__).parent
 LENGTHS = [2**n for n in range(10, 17)]
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.save is not None and job.model == "frac":
             save_frac(model, options.save / f"frac-lr{job.lr:g}-seed{job.seed}")
 
-    table = study.results(study.out_folder(options, HERE))
+    table = study.results(out_folder(options, HERE))
     study.run(study.make_jobs(options, options.models), make, table, protocol, keep)
     print(f"{table.path}: {len(table.rows)} rows")
 

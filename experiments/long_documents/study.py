@@ -7,7 +7,6 @@ command line, and the rows of results.csv.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from experiments.language_model import LanguageModel, loss
 from experiments.long_documents.corpus import Corpus, read_corpus, toy_corpus, training_rows
 from experiments.long_documents.measure import perplexity_rows, recall_rows
 from experiments.long_documents.models import num_inner_parameters
-from experiments.table import Table
+from experiments.table import Table, add_run_options, made_with
 from experiments.training import (
     Optimisation,
     Training,
@@ -29,7 +28,6 @@ from experiments.training import (
     train_side_by_side,
     training_device,
 )
-from flash_frac.provenance import provenance
 
 KEY = ("model", "lr", "seed", "steps", "measurement", "length")
 COLUMNS = (
@@ -202,9 +200,7 @@ def add_options(parser: argparse.ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--train-length", type=int, default=4096)
     parser.add_argument("--max-tokens", type=int, help="held-out tokens that are scored; all")
     parser.add_argument("--at-once", type=int, default=1, help="models that share the GPU")
-    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
-    parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--smoke", action="store_true", help="tiny runs, in seconds on a CPU")
+    add_run_options(parser)
 
 
 def shrink(options: argparse.Namespace) -> None:
@@ -223,7 +219,6 @@ def make_protocol(
             "or use --smoke"
         )
     device = training_device()
-    made_with = provenance() | ({"commit": options.commit} if options.commit else {})
     return Protocol(
         corpus=toy_corpus() if options.smoke else read_corpus(options.corpus),
         device=device,
@@ -235,7 +230,7 @@ def make_protocol(
         max_tokens=options.max_tokens,
         at_once=options.at_once,
         bfloat16=device.type == "cuda",
-        made_with={name: made_with[name] for name in ("commit", "machine", "torch")},
+        made_with=made_with(options.commit),
     )
 
 
@@ -245,8 +240,3 @@ def make_jobs(options: argparse.Namespace, models: Sequence[str]) -> list[Job]:
         Job(model, lr, seed, options.steps)
         for seed, lr, model in product(options.seeds, options.lrs, models)
     ]
-
-
-def out_folder(options: argparse.Namespace, here: Path) -> Path:
-    """Where results.csv is: as told, or beside the experiment; smoke tests leave that alone."""
-    return options.out or (Path(tempfile.mkdtemp()) if options.smoke else here)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from experiments.long_documents.run import HERE
 from experiments.long_documents.study import results
-from experiments.models import NAMES, cell, short
+from experiments.style import NAMES, cell
+from flash_frac.drawing import short
 
 Row = Mapping[str, str]
 

@@ -16,12 +16,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.baselines import mixer_of, published_frac
+from experiments.language_model import SwiGLU
 from experiments.madlab.tasks import TaskSettings
-from experiments.models import published_frac
-from flash_frac.baselines import make_mixer
 from flash_frac.layers import RMSNorm
 
 WIDTH = 128
@@ -30,7 +29,7 @@ INIT_STD = 0.02
 
 
 class Design(NamedTuple):
-    """A mixer of `flash_frac.baselines.make_mixer`; its heads span `num_heads * head_dim`."""
+    """A mixer of `experiments.baselines.make_mixer`; its heads span `num_heads * head_dim`."""
 
     mixer: str
     num_heads: int
@@ -56,32 +55,13 @@ DESIGNS = {
 }
 
 
-class SwiGLU(nn.Module):
-    """w3(silu(w1 x) w2 x), without biases."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(width, inner, bias=False)
-        self.w2 = nn.Linear(width, inner, bias=False)
-        self.w3 = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w3(F.silu(self.w1(x)) * self.w2(x))
-
-
 class Block(nn.Module):
     """h + mixer(norm(h)), then h + swiglu(norm(h))."""
 
     def __init__(self, design: Design) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(WIDTH, NORM_EPS)
-        self.mixer = make_mixer(
-            design.mixer,
-            WIDTH,
-            num_heads=design.num_heads,
-            head_dim=design.head_dim,
-            **design.options,
-        )
+        self.mixer = mixer_of(design, WIDTH)
         self.swiglu_norm = RMSNorm(WIDTH, NORM_EPS)
         self.swiglu = SwiGLU(WIDTH, swiglu_size(WIDTH))
 
@@ -190,7 +170,3 @@ def make_model(name: str, task: TaskSettings, seed: int) -> LanguageModel:
         if task.kind == "compression":
             return AutoEncoder(DESIGNS[name], task.vocab_size, task.seq_len)
         return LanguageModel(DESIGNS[name], task.vocab_size)
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

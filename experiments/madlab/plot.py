@@ -13,8 +13,8 @@ from typing import Any
 from experiments.madlab.run import HERE, results
 from experiments.madlab.settings import PRESETS
 from experiments.madlab.summary import PAPER, TASK_NAMES, Score, best_scores, table
-from experiments.models import COLOURS, NAMES
-from flash_frac.drawing import FAINT, INK, figure_at
+from experiments.style import COLOURS, NAMES
+from flash_frac.drawing import INK, faint_grid, figure_at
 
 
 def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
@@ -43,8 +43,7 @@ def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
     axes.hlines([], 0, 0, color=INK, lw=1.6, label="paper")
     axes.set_xticks(range(len(tasks)), [TASK_NAMES[task] for task in tasks])
     axes.set(ylabel="accuracy, percent", ylim=(0, 108), yticks=range(0, 101, 20))
-    axes.grid(axis="y", color=FAINT, lw=0.6)
-    axes.set_axisbelow(True)
+    faint_grid(axes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.language_model import num_parameters
 from experiments.madlab.metric import Accuracy
-from experiments.madlab.model import DESIGNS, make_model, num_parameters
+from experiments.madlab.model import DESIGNS, make_model
 from experiments.madlab.settings import PRESETS, Protocol
 from experiments.madlab.summary import best_scores, lines
 from experiments.madlab.tasks import IGNORE, TASKS, TaskSettings, generate
-from experiments.table import Table
+from experiments.table import Table, add_run_options, made_with, out_folder
 from experiments.training import (
     Optimisation,
     Recorded,
@@ -37,7 +37,6 @@ from experiments.training import (
     shuffled_order,
     train_side_by_side,
 )
-from flash_frac.provenance import provenance
 
 HERE = Path(__file__).parent
 KEY = ("task", "model", "lr_schedule", "epochs", "lr", "weight_decay", "seed")
@@ -197,9 +196,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Protocol
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--at-once", type=int, default=6, help="runs that share the GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
-    parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--smoke", action="store_true", help="tiny runs, in seconds on a CPU")
+    add_run_options(parser)
     options = parser.parse_args(arguments)
     protocol = PRESETS[options.preset]
     if options.smoke:
@@ -217,13 +214,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Protocol
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, protocol = parse(arguments)
-    out = options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE)
-    table = results(out)
-    made_with = provenance() | ({"commit": options.commit} if options.commit else {})
-    made_with = {name: made_with[name] for name in ("commit", "machine", "torch")}
+    table, facts = results(out_folder(options, HERE)), made_with(options.commit)
 
     def keep(row: dict[str, object]) -> None:
-        table.append([row | made_with])
+        table.append([row | facts])
         print(*(row[name] for name in (*KEY, "epochs_run", *COLUMNS[len(KEY) :][:4])), flush=True)
 
     for name, seed in product(options.tasks, protocol.seeds):

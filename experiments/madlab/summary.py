@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from experiments.madlab.settings import Protocol
-from experiments.models import NAMES
+from experiments.style import NAMES
 
 TASK_NAMES = {
     "compression": "compression",
@@ -22,31 +22,15 @@ TASK_NAMES = {
     "in-context-recall": "recall",
     "noisy-in-context-recall": "noisy recall",
 }
+_PAPER_TASKS = ("compression", "fuzzy-in-context-recall", "memorization", "selective-copying")
+_PAPER_SCORES = {
+    "mamba2": ((88.3, 0.2), (7.2, 0.3), (99.9, 0.1), (99.9, 0.1)),
+    "gated_deltanet": ((88.9, 0.1), (9.7, 0.2), (98.8, 0.1), (99.9, 0.1)),
+    "mamba3": ((89.1, 0.2), (10.1, 0.4), (100.0, 0.0), (100.0, 0.0)),
+    "frac": ((90.4, 0.2), (11.5, 0.2), (99.9, 0.1), (99.9, 0.1)),
+}
 PAPER = {
-    "mamba2": {
-        "compression": (88.3, 0.2),
-        "fuzzy-in-context-recall": (7.2, 0.3),
-        "memorization": (99.9, 0.1),
-        "selective-copying": (99.9, 0.1),
-    },
-    "gated_deltanet": {
-        "compression": (88.9, 0.1),
-        "fuzzy-in-context-recall": (9.7, 0.2),
-        "memorization": (98.8, 0.1),
-        "selective-copying": (99.9, 0.1),
-    },
-    "mamba3": {
-        "compression": (89.1, 0.2),
-        "fuzzy-in-context-recall": (10.1, 0.4),
-        "memorization": (100.0, 0.0),
-        "selective-copying": (100.0, 0.0),
-    },
-    "frac": {
-        "compression": (90.4, 0.2),
-        "fuzzy-in-context-recall": (11.5, 0.2),
-        "memorization": (99.9, 0.1),
-        "selective-copying": (99.9, 0.1),
-    },
+    model: dict(zip(_PAPER_TASKS, scores, strict=True)) for model, scores in _PAPER_SCORES.items()
 }
 """Accuracy in percent and its spread, by model and task, in the paper's table."""
 

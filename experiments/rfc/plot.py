@@ -1,44 +1,57 @@
-"""Draw loss.csv and results.csv as figure.svg: python experiments/rfc/plot.py"""
+"""Draw loss.csv and results.csv as figure.svg: python experiments/rfc/plot.py [--out FOLDER]"""
 
 from __future__ import annotations
 
+import argparse
 import csv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
+from flash_frac.drawing import GREY, OURS, PALE, figure_at, length_axis
 
 HERE = Path(__file__).parent
-INK, PALE = "#00707a", "#63bcc4"
+TRAINED = 4096
+
+Rows = list[dict[str, str]]
 
 
-def read(name: str) -> list[dict[str, str]]:
-    with (HERE / name).open(newline="") as file:
+def read(path: Path) -> Rows:
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def main() -> None:
-    losses, results = read("loss.csv"), read("results.csv")
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, style in (("loss", {"color": PALE}), ("eval_loss", {"color": INK, "marker": "o"})):
+def draw_losses(axes: Any, losses: Rows) -> None:
+    """Loss against steps, in training and on held-out documents."""
+    lines = {
+        "loss": {"color": PALE, "label": "training"},
+        "eval_loss": {"color": OURS, "marker": "o", "label": "held-out documents"},
+    }
+    for name, style in lines.items():
         rows = [row for row in losses if row[name]]
-        label = "training" if name == "loss" else "held-out documents"
-        x, y = ([float(row[key]) for row in rows] for key in ("step", name))
-        left.plot(x, y, label=label, **style)
-    left.set(xlabel="step of 65,536 tokens", ylabel="loss, nats per token", ylim=(1.5, 5))
-    left.legend(frameon=False)
+        axes.plot(*([float(row[key]) for row in rows] for key in ("step", name)), **style)
+    axes.set(xlabel="step of 65,536 tokens", ylabel="loss, nats per token", ylim=(1.5, 5))
+    axes.legend(frameon=False)
 
+
+def draw_contexts(axes: Any, results: Rows) -> None:
+    """Perplexity against the length of windows, and a line at that of training."""
     context = [int(row["context"]) for row in results]
-    right.plot(context, [float(row["perplexity"]) for row in results], color=INK, marker="o")
-    right.axvline(4096, color="#999999", lw=0.8)
-    right.annotate("trained at 4K", (4096, 1), (4, -10), xycoords=("data", "axes fraction"),
-                   textcoords="offset points", color="#666666")  # fmt: skip
-    right.set_xscale("log", base=2)
-    right.set_xticks(context, [f"{n // 1024}K" for n in context])
-    right.set(xlabel="context, tokens", ylabel="held-out perplexity")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(HERE / "figure.svg", metadata={"Date": None})
+    axes.plot(context, [float(row["perplexity"]) for row in results], color=OURS, marker="o")
+    axes.axvline(TRAINED, color=GREY, lw=0.8)
+    axes.annotate("trained at 4K", (TRAINED, 1), (4, -10), xycoords=("data", "axes fraction"),
+                  textcoords="offset points", color=GREY)  # fmt: skip
+    length_axis(axes, context)
+    axes.set(xlabel="context, tokens", ylabel="held-out perplexity")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of both files")
+    folder = parser.parse_args(arguments).out
+    with figure_at(folder / "figure.svg", (9, 3.2), [1, 1]) as (_, (left, right)):
+        draw_losses(left, read(folder / "loss.csv"))
+        draw_contexts(right, read(folder / "results.csv"))
 
 
 if __name__ == "__main__":

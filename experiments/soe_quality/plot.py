@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.soe_quality.run import HERE, results
-from flash_frac.drawing import FAINT, GREY, INK, OTHER, OURS, PALE, THIRD, figure_at
+from flash_frac.drawing import GREY, INK, OTHER, OURS, PALE, THIRD, faint_grid, figure_at
 
 Curves = dict[tuple[str, str, str], tuple[list[float], list[float]]]
 
@@ -79,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_paper(left, found)
         draw_variants(right, found)
         for axes in (left, right):
-            axes.grid(axis="y", color=FAINT, lw=0.6)
-            axes.set_axisbelow(True)
+            faint_grid(axes)
 
 
 if __name__ == "__main__":

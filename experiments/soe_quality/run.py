@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,9 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.table import Table
-from flash_frac.ops.control.reference import Prior, log_prior
-from flash_frac.provenance import git_commit, version_of
+from experiments.table import Table, add_run_options, made_with, out_folder
+from flash_frac.ops import log_prior
 from flash_frac.theory import (
     PAPER_ALPHAS,
     PAPER_WINDOW,
@@ -40,10 +37,8 @@ from flash_frac.theory import (
 )
 
 HERE = Path(__file__).parent
-COLUMNS = (
-    *("variant", "modes", "window", "alpha", "error", "seconds"),
-    *("commit", "python", "numpy", "scipy", "torch"),
-)
+MADE_WITH = ("commit", "python", "numpy", "scipy", "torch")
+COLUMNS = ("variant", "modes", "window", "alpha", "error", "seconds", *MADE_WITH)
 # W1 is the window of the paper; W2 has room on both sides.
 WINDOWS = {"W1": PAPER_WINDOW, "W2": (1e-2, 1e6)}
 # Ends of the geometric bank of 16 modes that serve the simplex best on each window: the least mean
@@ -108,7 +103,7 @@ def free_nodes(task: Task) -> Bank:
     return fitted(tau, task)
 
 
-def with_prior(tau: Array, task: Task, prior: Prior) -> Bank:
+def with_prior(tau: Array, task: Task, prior: str) -> Bank:
     """The weights that the layer starts from: the softmax of its prior, nothing fitted."""
     alpha = torch.tensor(task.alpha, dtype=torch.float64)
     log_tau = torch.from_numpy(np.log(tau))
@@ -190,17 +185,9 @@ def summary(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, help="folder of results.csv; beside this file")
-    parser.add_argument("--smoke", action="store_true", help="three orders on a coarse grid")
-    parser.add_argument("--commit", help="what to record where there is no git")
+    add_run_options(parser, smoke="three orders on a coarse grid")
     options = parser.parse_args(arguments)
-    table = results(options.out or (Path(tempfile.mkdtemp()) if options.smoke else HERE))
-    # Before the first row is written: from then on the tree differs from its commit.
-    made_with = {
-        "commit": options.commit or git_commit() or "unknown",
-        "python": platform.python_version(),
-        **{name: version_of(name) for name in ("numpy", "scipy", "torch")},
-    }
+    table, facts = results(out_folder(options, HERE)), made_with(options.commit, MADE_WITH)
     alphas, num_points = ((0.1, 0.5, 0.9), 200) if options.smoke else (PAPER_ALPHAS, 2000)
     todo = [
         (name, task)
@@ -209,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     print(f"{len(todo)} rows to compute, {len(table.rows)} in {table.path}", flush=True)
     for name, task in todo:
-        table.append([measure(name, task) | made_with])
+        table.append([measure(name, task) | facts])
     print("\n".join(summary(table.rows.values())))
 
 

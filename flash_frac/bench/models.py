@@ -6,24 +6,31 @@ Letters: B batch, T time.
 from __future__ import annotations
 
 import copy
+import gc
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_frac.bench.parts import (
+    SMALL,
     Sizes,
     Subject,
+    build,
     count,
     decode_rows,
     our_subject,
     prefill_rows,
     set_backend,
+    small_rows,
+    stream_rows,
     train_rows,
 )
-from flash_frac.bench.peers import ModelPeer, build
+from flash_frac.bench.peers import MODEL_PEERS, ModelPeer, available
 from flash_frac.bench.timing import OURS, attempt
 from flash_frac.models import FracConfig
 from flash_frac.ops.testing import relative_error
@@ -41,15 +48,7 @@ def check(device: str, backend: str) -> float:
     Weights of 0.1 instead of 0.02 make controls and gates differ from token to token.
     """
     torch.manual_seed(0)
-    config = FracConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        frac_num_modes=16,
-        initializer_range=0.1,
-    )
+    config = FracConfig(**SMALL, num_hidden_layers=4, initializer_range=0.1)
     model = build(config, torch.bfloat16, device)
     ids = our_subject(model, None).tokens(2, 300 if device == "cuda" else 40)
 
@@ -71,10 +70,38 @@ def check(device: str, backend: str) -> float:
     return worst
 
 
-def makers(
-    config: FracConfig, peers: Iterable[ModelPeer], device: str, dtype: torch.dtype, error: float
-) -> dict[str, Callable[[], Subject]]:
-    """What makes ours and the peers, each to be called when its turn comes."""
+def machine() -> tuple[str, str, torch.dtype]:
+    """Device, backend and dtype that models are measured with here."""
+    if torch.cuda.is_available():
+        return "cuda", "triton", torch.bfloat16
+    return "cpu", "torch", torch.float32
+
+
+def measure_models(
+    config: FracConfig,
+    *,
+    parts: Iterable[str],
+    peers: Iterable[str],
+    sizes: Sizes,
+    failures: list[str],
+) -> Iterator[list[dict]]:
+    """Rows of a model with random weights and of its peers, part by part; ours checked first.
+
+    A model is gone before the next is made, because two might not fit.
+
+    Args:
+        config: of our model; peers take its size.
+        parts: of PARTS, and "small", which are models of their own.
+        peers: names in `flash_frac.bench.peers.MODEL_PEERS`.
+        sizes: lengths and batches.
+        failures: gets why models or ways were left out.
+    """
+    device, backend, dtype = machine()
+    error = check(device, backend)
+    if "small" in parts:
+        yield small_rows(device, dtype, sizes, error, failures)
+    chosen = [part for part in PARTS if part in parts]
+    others = available(MODEL_PEERS, peers, config, failures) if chosen else []
 
     def ours() -> Subject:
         return our_subject(build(config, dtype, device), error)
@@ -82,17 +109,30 @@ def makers(
     def theirs(peer: ModelPeer) -> Subject:
         return Subject(peer.name, build(peer.config, dtype, device), peer.note, peer.shape)
 
-    return {OURS: ours, **{peer.name: partial(theirs, peer) for peer in peers}}
+    makers = {OURS: ours, **{peer.name: partial(theirs, peer) for peer in others}}
+    for name, make in makers.items() if chosen else ():
+        yield from _measure(name, make, chosen, sizes, failures)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def measure(
+def measure_stream(config: FracConfig, sizes: Sizes) -> Iterator[dict]:
+    """Rows of a FracStream around a model with random weights in bfloat16; checked first."""
+    device, backend, _ = machine()
+    error = check(device, backend)
+    subject = our_subject(build(config, torch.bfloat16, device), error)
+    with tempfile.TemporaryDirectory() as folder:
+        yield from stream_rows(subject, sizes, Path(folder))
+
+
+def _measure(
     name: str,
     make: Callable[[], Subject],
     parts: Iterable[str],
     sizes: Sizes,
     failures: list[str],
 ) -> Iterator[list[dict]]:
-    """Rows of one model, part by part; it is gone afterwards, because two might not fit."""
+    """Rows of one model, which only this function holds."""
     for subject in attempt(name, make, failures):
         print(f"{name}: {count(subject.model)} parameters")
         for part in parts:

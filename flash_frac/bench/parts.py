@@ -1,4 +1,4 @@
-"""What is measured of a model: rows of prefill, decoding, a training step, and of small models.
+"""Rows of one model: prefill, decoding, a training step, streams; and rows of small models.
 
 Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
 """
@@ -6,32 +6,37 @@ Letters: B batch, T time, H heads, M modes (a peer's state size), D head channel
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_frac.bench.peers import build
+from flash_frac.bench.rows import make_row
 from flash_frac.bench.timing import (
     OURS,
     Times,
     attempt,
-    make_row,
     peak_mib,
     quantiles,
     runnable,
     time_in_turns,
     wall_ms,
 )
+from flash_frac.inference import FracStream
 from flash_frac.models import FracConfig, FracForCausalLM
+
+# A small model in which all kernels run.
+SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+SMALL |= {"num_attention_heads": 4, "frac_num_modes": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured: lengths, batches, and how many tokens a decoding takes."""
+    """Lengths, batches, and how many tokens a decoding takes; those of a GPU by default."""
 
     prefill: tuple[int, ...] = (1024, 4096, 16384)
     decode_batches: tuple[int, ...] = (1, 64)
@@ -41,6 +46,8 @@ class Sizes:
     eager_steps: int = 32
     train: tuple[int, int] = (8, 4096)
     small: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
+    # Tokens that a stream is fed, and that it generates in a call.
+    stream: tuple[int, int] = (1024, 256)
 
 
 CPU_SIZES = Sizes(
@@ -51,7 +58,13 @@ CPU_SIZES = Sizes(
     eager_steps=16,
     train=(2, 32),
     small=(16,),
+    stream=(16, 8),
 )
+
+
+def default_sizes() -> Sizes:
+    """Those of a GPU, or tiny ones on a CPU."""
+    return Sizes() if torch.cuda.is_available() else CPU_SIZES
 
 
 class Subject(NamedTuple):
@@ -83,13 +96,15 @@ class Subject(NamedTuple):
         passed: str,
         ids: Tensor,
         times: Times,
-        function: Callable[[], object],
         *,
-        tokens: int,
+        tokens: int | None,
+        function: Callable[[], object] | None = None,
     ) -> dict:
         """A row, with the memory of one more call of the function."""
+        peak = None
         # The allocator does not see what a CUDA graph uses when it is replayed.
-        graph = label.endswith("(Generator)")
+        if function is not None and not label.endswith("(Generator)"):
+            peak = peak_mib(function, whole=True)
         return make_row(
             label,
             passed,
@@ -97,9 +112,35 @@ class Subject(NamedTuple):
             self.model.dtype,
             times,
             tokens=tokens,
-            peak=None if graph else peak_mib(function, whole=True),
+            peak=peak,
             error=self.error,
         )
+
+    def rows(
+        self,
+        passed: str,
+        ids: Tensor,
+        functions: Mapping[str, Callable[[], object]],
+        failures: list[str],
+    ) -> list[dict]:
+        """Rows of the functions that run, by their labels, timed in turns on all of `ids`."""
+        times = time_in_turns(runnable(functions, failures))
+        return [
+            self.row(label, passed, ids, found, tokens=ids.numel(), function=functions[label])
+            for label, found in times.items()
+        ]
+
+
+def build(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A causal language model with random weights, made on the device and never elsewhere."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # generate is to run to the end, whatever the random weights come up with.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
 
 
 def our_subject(model: FracForCausalLM, error: float | None) -> Subject:
@@ -140,7 +181,7 @@ def make_generator(subject: Subject, failures: list[str]) -> Any:
     """Our fast path of inference around the model; None for a peer, or if it cannot be made."""
 
     def make() -> Any:
-        from flash_frac.generation import Generator
+        from flash_frac.inference import Generator
 
         return Generator(subject.model)
 
@@ -162,12 +203,7 @@ def prefill_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[di
         # A new one each time, because it keeps the memory of every shape it has seen.
         if generator := make_generator(subject, failures):
             functions[subject.label("Generator")] = partial(generator.prefill, ids)
-        functions = runnable(functions, failures)
-        times = time_in_turns(functions)
-        rows += [
-            subject.row(label, "prefill", ids, times[label], function, tokens=num_tokens)
-            for label, function in functions.items()
-        ]
+        rows += subject.rows("prefill", ids, functions, failures)
     return rows
 
 
@@ -182,7 +218,8 @@ def decode_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dic
         for label, (generate, steps) in ways.items():
             for times in attempt(label, partial(step_times, generate, ids, steps), failures):
                 many = partial(generate, ids, max_new_tokens=1 + steps)
-                rows.append(subject.row(label, "decode", ids, times, many, tokens=batch))
+                row = subject.row(label, "decode", ids, times, tokens=batch, function=many)
+                rows.append(row)
     return rows
 
 
@@ -209,12 +246,8 @@ def step_times(generate: Callable[..., Tensor], ids: Tensor, steps: int) -> Time
 def train_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict]:
     """Forward and backward of the language model, its loss included."""
     model, ids = subject.model.train(), subject.tokens(*sizes.train)
-    functions = runnable({subject.label(): partial(forward_backward, model, ids)}, failures)
-    times = time_in_turns(functions)
-    rows = [
-        subject.row(label, "train", ids, times[label], function, tokens=ids.numel())
-        for label, function in functions.items()
-    ]
+    functions = {subject.label(): partial(forward_backward, model, ids)}
+    rows = subject.rows("train", ids, functions, failures)
     model.zero_grad(set_to_none=True)
     model.eval()
     return rows
@@ -224,14 +257,7 @@ def small_rows(
     device: str, dtype: torch.dtype, sizes: Sizes, error: float, failures: list[str]
 ) -> list[dict]:
     """A model of width 256 on each of our backends, logits and loss included."""
-    config = FracConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        frac_num_modes=16,
-    )
+    config = FracConfig(**SMALL, num_hidden_layers=8)
     subjects = {}
     for backend in ("triton", "torch") if device == "cuda" else ("torch",):
         model = set_backend(build(config, dtype, device), backend)
@@ -241,12 +267,43 @@ def small_rows(
     for num_tokens in sizes.small:
         ids = next(iter(subjects.values())).tokens(1, num_tokens)
         for passed, run in (("forward", forward), ("forward+backward", forward_backward)):
-            functions = runnable(
-                {label: partial(run, s.model, ids) for label, s in subjects.items()}, failures
-            )
-            times = time_in_turns(functions)
-            rows += [
-                subjects[label].row(label, passed, ids, times[label], function, tokens=num_tokens)
-                for label, function in functions.items()
-            ]
+            functions = {label: partial(run, s.model, ids) for label, s in subjects.items()}
+            times = time_in_turns(runnable(functions, failures))
+            for label, found in times.items():
+                row = subjects[label].row(
+                    label, passed, ids, found, tokens=num_tokens, function=functions[label]
+                )
+                rows.append(row)
     return rows
+
+
+def stream_rows(subject: Subject, sizes: Sizes, folder: Path) -> Iterator[dict]:
+    """Saving and loading a FracStream in a folder, and one token more; T tokens were fed."""
+    fed, generated = sizes.stream
+    ids = subject.tokens(1, fed)
+    row = partial(subject.row, subject.label("FracStream"), ids=ids)
+    stream = FracStream(subject.model).feed(ids)
+    path = folder / "state.safetensors"
+    files = {
+        "save": partial(stream.save, path),
+        "load": partial(FracStream.load, path, subject.model),
+    }
+    for name, call in files.items():
+        yield row(passed=name, times=repeated_times(call), tokens=None)
+    yield row(passed="stream", times=stream_step_times(stream, generated), tokens=1)
+
+
+def stream_step_times(stream: FracStream, num_tokens: int) -> Times:
+    """Times of one token, in a stream that goes on and on; graphs are recorded before."""
+
+    def run() -> None:
+        made = sum(1 for _ in stream.generate(max_new_tokens=num_tokens, eos=False))
+        assert made == num_tokens, f"{made} of {num_tokens} tokens were generated"
+
+    return repeated_times(run, parts=num_tokens)
+
+
+def repeated_times(function: Callable[[], object], *, parts: int = 1) -> Times:
+    """Times of one of the equal parts of a call, over seven calls after one that does not count."""
+    function()
+    return quantiles([wall_ms(function) / parts for _ in range(7)])

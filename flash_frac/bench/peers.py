@@ -1,19 +1,26 @@
-"""Models to compare with, each only where it can be imported and run.
+"""Models and operators to compare with, each only where it can be imported and run.
 
-They are made of the layers their authors publish, as many as bring the backbone to the size of the
-FRAC model given: the paper's choice. Letters: H heads, M modes (a peer's state size), D channels.
+Models are made of the layers their authors publish, as many as bring the backbone to the size of
+the FRAC model given: the paper's choice. Operators have 16 heads.
+Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from flash_frac.bench.timing import attempt
+from flash_frac.ops.testing import ScanInputs
 from flash_frac.provenance import version_of
+
+Given = TypeVar("Given")
+Peer = TypeVar("Peer")
 
 
 class ModelPeer(NamedTuple):
@@ -25,22 +32,51 @@ class ModelPeer(NamedTuple):
     shape: Mapping[str, int | None]
 
 
-def model_peers(names: Iterable[str], frac: Any, failures: list[str]) -> list[ModelPeer]:
-    """Those of `names` that can be imported, in the size of the FracConfig `frac`."""
-    made = (attempt(name, partial(MODEL_PEERS[name], frac), failures) for name in names)
+class Operation(NamedTuple):
+    """A function of tensors that yields y. `shape`: its H, M, D; `is_scan`: whether y is ours."""
+
+    name: str
+    shape: Mapping[str, int | None]
+    function: Callable[..., Tensor]
+    arguments: tuple[Tensor, ...]
+    is_scan: bool = False
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.function(*self.arguments)
+
+    def backward(self) -> list[Tensor]:
+        """y and the gradients of its sum, forward included."""
+        leaves = [x.detach().requires_grad_() for x in self.arguments]
+        y = self.function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+def available(
+    peers: Mapping[str, Callable[[Given], Peer]],
+    names: Iterable[str],
+    given: Given,
+    failures: list[str],
+) -> list[Peer]:
+    """Those of `names` that can be imported, made from what is given.
+
+    Args:
+        peers: MODEL_PEERS, made in the size of a FracConfig; or OP_PEERS, made with inputs of the
+            batch and time of ScanInputs.
+        failures: gets the reasons of the others.
+    """
+    made = (attempt(name, partial(peers[name], given), failures) for name in names)
     return [peer for found in made for peer in found]
 
 
-def build(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A causal language model with random weights, made on the device and never elsewhere."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # generate is to run to the end, whatever the random weights come up with.
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+def _sizes(frac: Any, layers: int = 48) -> dict[str, Any]:
+    """Vocabulary and width of ours, and `layers` for 48 of ours."""
+    depth = max(1, frac.num_hidden_layers * layers // 48)
+    return {
+        "vocab_size": frac.vocab_size,
+        "hidden_size": frac.hidden_size,
+        "num_hidden_layers": depth,
+    }
 
 
 def qwen3(frac: Any) -> ModelPeer:
@@ -50,10 +86,8 @@ def qwen3(frac: Any) -> ModelPeer:
     heads = frac.num_attention_heads
     channels = frac.hidden_size // heads
     config = Qwen3Config(
-        vocab_size=frac.vocab_size,
-        hidden_size=frac.hidden_size,
+        **_sizes(frac, 26),
         intermediate_size=3 * frac.hidden_size,
-        num_hidden_layers=max(1, frac.num_hidden_layers * 26 // 48),
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
         head_dim=channels,
@@ -72,9 +106,7 @@ def transformers_mamba2(frac: Any) -> ModelPeer:
     channels = 64
     heads = 2 * frac.hidden_size // channels
     config = Mamba2Config(
-        vocab_size=frac.vocab_size,
-        hidden_size=frac.hidden_size,
-        num_hidden_layers=frac.num_hidden_layers,
+        **_sizes(frac),
         head_dim=channels,
         num_heads=heads,
         state_size=128,
@@ -93,9 +125,7 @@ def gated_deltanet(frac: Any) -> ModelPeer:
     heads = frac.num_attention_heads
     keys = frac.hidden_size * 3 // 4 // heads
     config = GatedDeltaNetConfig(
-        vocab_size=frac.vocab_size,
-        hidden_size=frac.hidden_size,
-        num_hidden_layers=max(1, frac.num_hidden_layers * 22 // 48),
+        **_sizes(frac, 22),
         num_heads=heads,
         head_dim=keys,
         expand_v=2,
@@ -112,9 +142,7 @@ def mamba2(frac: Any) -> ModelPeer:
     heads = frac.num_attention_heads
     channels = 2 * frac.hidden_size // heads
     config = Mamba2Config(
-        vocab_size=frac.vocab_size,
-        hidden_size=frac.hidden_size,
-        num_hidden_layers=frac.num_hidden_layers,
+        **_sizes(frac),
         head_dim=channels,
         state_size=128,
     )
@@ -141,4 +169,76 @@ MODEL_PEERS: dict[str, Callable[[Any], ModelPeer]] = {
     "transformers_mamba2": transformers_mamba2,
     "gated_deltanet": gated_deltanet,
     "mamba2": mamba2,
+}
+
+
+def gated_linear_attention(inputs: ScanInputs) -> Operation:
+    """The same scan of the same numbers; read and write are bfloat16, which its kernels want."""
+    import fla  # pyright: ignore[reportMissingImports]
+    from fla.ops.gla import chunk_gla  # pyright: ignore
+
+    def scan(u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor) -> Tensor:
+        options: Any = {"scale": 1.0, "output_final_state": True}
+        return chunk_gla(q=read, k=write, v=u, g=log_decay, **options)[0]
+
+    inputs = inputs.to(torch.bfloat16)
+    heads, channels = inputs.u.shape[2:]
+    modes = inputs.read.shape[-1]
+    name = f"fla {fla.__version__} chunk_gla K{modes} V{channels}"
+    return Operation(name, {"H": heads, "M": modes, "D": channels}, scan, inputs, True)
+
+
+def gated_delta_rule(inputs: ScanInputs) -> Operation:
+    import fla  # pyright: ignore[reportMissingImports]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        options: Any = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options)[0]
+
+    heads, keys, values = 16, 96, 192
+    q, k, v = (normal(inputs, heads, size) for size in (keys, keys, values))
+    g = F.logsigmoid(normal(inputs, heads).float())
+    arguments = (q, k, v, g, normal(inputs, heads).sigmoid())
+    name = f"fla {fla.__version__} gated_delta_rule K{keys} V{values}"
+    return Operation(name, {"H": heads, "M": keys, "D": values}, rule, arguments)
+
+
+def state_space_dual(inputs: ScanInputs) -> Operation:
+    from mamba_ssm.ops.triton import ssd_combined  # pyright: ignore[reportMissingImports]
+
+    def scan(x: Tensor, dt: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
+        options: Any = {"chunk_size": 256, "return_final_states": True}
+        return ssd_combined.mamba_chunk_scan_combined(x, dt, rate, write, read, **options)[0]
+
+    heads, channels, size = 16, 256, 128
+    x, dt = normal(inputs, heads, channels), F.softplus(normal(inputs, heads) - 4)
+    rate = -torch.linspace(1, 16, heads, device=x.device)
+    arguments = (x, dt, rate, normal(inputs, 1, size), normal(inputs, 1, size))
+    name = f"{mamba_version()} SSD D{channels} N{size}"
+    return Operation(name, {"H": heads, "M": size, "D": channels}, scan, arguments)
+
+
+def attention(inputs: ScanInputs) -> Operation:
+    heads, channels = 16, 128
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = (normal(inputs, heads, channels).transpose(1, 2).contiguous() for _ in range(3))
+    name = f"torch {torch.__version__} causal SDPA D{channels}"
+    return Operation(name, {"H": heads, "M": None, "D": channels}, attend, (q, k, v))
+
+
+def normal(inputs: ScanInputs, *sizes: int) -> Tensor:
+    """Random bfloat16 (B, T, *sizes), beside these inputs."""
+    batch_time = inputs.u.shape[:2]
+    return torch.randn(*batch_time, *sizes, device=inputs.u.device, dtype=torch.bfloat16)
+
+
+OP_PEERS: dict[str, Callable[[ScanInputs], Operation]] = {
+    "chunk_gla": gated_linear_attention,
+    "gated_delta_rule": gated_delta_rule,
+    "ssd": state_space_dual,
+    "sdpa": attention,
 }

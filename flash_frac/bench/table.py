@@ -6,20 +6,22 @@ and training on what its numbers imply to be 16 of them.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from flash_frac.bench.models import PARTS, check, makers, measure
+from flash_frac.bench.models import PARTS, measure_models
 from flash_frac.bench.parts import Sizes
-from flash_frac.bench.peers import MODEL_PEERS, model_peers
-from flash_frac.bench.timing import OURS, print_rows
+from flash_frac.bench.peers import MODEL_PEERS
+from flash_frac.bench.rows import print_rows
+from flash_frac.bench.timing import OURS
+from flash_frac.drawing import short
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
 from flash_frac.provenance import provenance
+from flash_frac.recipes import find_config, installed_sizes
 
 COLUMNS = ("prefill@1K", "prefill@4K", "prefill@16K", "decode", "train@4K")
 # The paper's table of throughput, tokens/s, for models of 1.3B parameters.
@@ -54,52 +56,39 @@ def bench(
         The lines of a Markdown table, and why models or ways were left out.
 
     Example:
-        >>> config = FracConfig.from_pretrained("recipes/models/frac-1.3b")
+        >>> config = FracConfig.from_pretrained(find_config("frac-130m"))
         >>> lines, left_out = bench(config, peers=["qwen3"])
     """
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"parts must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
     if unknown := sorted(set(peers) - set(MODEL_PEERS)):
         raise ValueError(f"peers must be of {', '.join(MODEL_PEERS)}, got {', '.join(unknown)}")
-    device, backend, dtype = "cuda", "triton", torch.bfloat16
-    if not torch.cuda.is_available():
-        device, backend, dtype = "cpu", "torch", torch.float32
     failures: list[str] = []
-    error, rows = check(device, backend), []
-    others = model_peers(peers, config, failures)
-    for name, make in makers(config, others, device, dtype, error).items():
-        for found in measure(
-            name, make, [p for p in PARTS if p in parts], sizes or Sizes(), failures
-        ):
-            print_rows(found)
-            rows += found
-        gc.collect()
-        torch.cuda.empty_cache()
+    rows = []
+    for found in measure_models(
+        config, parts=parts, peers=peers, sizes=sizes or Sizes(), failures=failures
+    ):
+        print_rows(found)
+        rows += found
     if out is not None:
         write_json(Path(out), {"rows": rows, "left_out": failures, "made_with": provenance()})
     return paper_table(rows), failures
 
 
-def choose_config(folder: str | None) -> FracConfig:
-    """The configuration in a folder; that of the paper's 1.3B model, which needs a GPU, if None."""
-    if folder is not None:
-        return FracConfig.from_pretrained(folder)
-    if not torch.cuda.is_available():
+def choose_config(config: str | None) -> FracConfig:
+    """The configuration of an installed size, a folder or a hub id; if None that of frac-1.3b.
+
+    Without a GPU it must be given, because the default is too large for a CPU.
+    """
+    if config is None and not torch.cuda.is_available():
         raise ValueError(
-            "config must be given where there is no GPU, for the default has 1.3B parameters: "
-            "name a folder with the config.json of a smaller model"
+            "config must be given where there is no GPU, because the default has 1.3B parameters: "
+            f"name a smaller size ({', '.join(installed_sizes())}), or a folder with a config.json"
         )
-    return FracConfig(
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        frac_num_modes=16,
-        frac_alpha_min=0.1,
-        frac_alpha_max=0.9,
-        frac_tau_max=2.0**17,
-        frac_residual_read_init=-1.0,
-        fuse_linear_cross_entropy=True,
-    )
+    name = config or "frac-1.3b"
+    if name.count("/") == 1 and not Path(name).exists():
+        return FracConfig.from_pretrained(name)
+    return FracConfig.from_pretrained(find_config(name, argument="config"))
 
 
 def choose_sizes(lengths: str) -> Sizes:
@@ -115,11 +104,9 @@ def choose_sizes(lengths: str) -> Sizes:
 
 def column_of(row: Mapping[str, object]) -> str:
     """Where a row stands in the table: what was run, and at which length or batch."""
-    length = int(str(row["T"]))
-    size = f"{length // 1024}K" if length >= 1024 else str(length)
     if row["pass"] == "decode":
         return "decode" if row["B"] == 1 else f"decode x {row['B']}"
-    return f"{row['pass']}@{size}"
+    return f"{row['pass']}@{short(int(str(row['T'])))}"
 
 
 def cell(value: float | None) -> str:

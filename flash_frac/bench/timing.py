@@ -1,7 +1,4 @@
-"""How functions are timed: warm, in turns, on a GPU by events, with the memory they need.
-
-Letters: B batch, T time.
-"""
+"""How functions are timed: warm, in turns, on a GPU by events, with the memory they need."""
 
 from __future__ import annotations
 
@@ -106,48 +103,6 @@ def peak_mib(function: Callable[[], object], *, whole: bool = False) -> int | No
     function()
     torch.cuda.synchronize()
     return round((torch.cuda.max_memory_allocated() - before) / 2**20)
-
-
-def make_row(
-    implementation: str,
-    passed: str,
-    shape: Mapping[str, int | None],
-    dtype: torch.dtype,
-    times: Times,
-    *,
-    tokens: int | None,
-    peak: int | None,
-    error: float | None,
-) -> dict:
-    """The columns that a measurement fills.
-
-    Args:
-        passed: what was run.
-        tokens: those of a call; None where its time does not depend on them.
-    """
-    return {
-        "implementation": implementation,
-        "pass": passed,
-        **shape,
-        "dtype": str(dtype).removeprefix("torch."),
-        **{f"ms_{name}": round(value, 3) for name, value in times._asdict().items()},
-        "tokens_per_s": None if tokens is None else round(1e3 * tokens / times.p50, 1),
-        "peak_mib": peak,
-        "error": None if error is None else f"{error:.1e}",
-    }
-
-
-def print_rows(rows: Iterable[Mapping]) -> None:
-    for row in rows:
-        speed = row["tokens_per_s"]
-        speed = "" if speed is None else f"{speed:13,.1f} tokens/s"
-        peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:7d} MiB"
-        error = "" if row["error"] is None else f"  error {row['error']}"
-        print(
-            f"{row['implementation']:46} {row['pass']:17} {row['B']:3d} x {row['T']:5d} "
-            f"{row['ms_p50']:10.3f} ms {speed} {peak}{error}",
-            flush=True,
-        )
 
 
 def exit_if_ours_failed(failures: Iterable[str]) -> None:

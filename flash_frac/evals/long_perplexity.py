@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_frac.evals.examples import Source, prepare_from_hub, read_records
 from flash_frac.evals.perplexity import BATCH_TOKENS
-from flash_frac.evals.records import Source, prepare_from_hub, read_records
 from flash_frac.evals.suites import Metric, Request, Suite, Task
-from flash_frac.inspect import evaluating
 from flash_frac.models import FracPreTrainedModel
+from flash_frac.models.evaluating import evaluating
 
 NUM_DOCUMENTS = 50
 SCORE_LAST = 100

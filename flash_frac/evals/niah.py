@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from flash_frac.evals import harness
-from flash_frac.evals.offline import SOURCE, no_downloads
+from flash_frac.evals.examples import SOURCE, no_downloads
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 from flash_frac.extras import require
 from flash_frac.files import write_text

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flash_frac.data import TokenStore
-from flash_frac.inspect import evaluating
+from flash_frac.models.evaluating import evaluating
 
 # Logits of so many tokens are in memory at once.
 BATCH_TOKENS = 4096

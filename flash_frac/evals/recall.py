@@ -23,13 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_frac.evals.records import (
-    Source,
-    measure_records,
-    prepare_from_hub,
-    read_records,
-    shorten,
-)
+from flash_frac.evals.examples import Source, prepare_from_hub, read_records
+from flash_frac.evals.harness import measure_records, shorten
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 
 MAX_NEW_TOKENS = 48

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from flash_frac.evals import harness
-from flash_frac.evals.offline import (
+from flash_frac.evals.examples import (
     fingerprints,
     how_to_get,
     missing_files,
     no_downloads,
     source_of,
 )
-from flash_frac.evals.suites import SUITES, Request, Suite, Unit
-from flash_frac.evals.tables import markdown
+from flash_frac.evals.report import markdown
+from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
 from flash_frac.files import write_json, write_text
 from flash_frac.provenance import provenance, version_of
@@ -67,9 +67,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.suites if name not in SUITES]
-        if unknown or not self.suites:
-            raise ValueError(f"suites must be of {', '.join(SUITES)}; got {unknown or 'none'}")
+        check_suites(self.suites)
         known = self._known()
         strange = [name for name in self.tasks if name not in known]
         if strange and (self.data_dir is None or not any(SUITES[n].own for n in self.suites)):
@@ -215,7 +213,6 @@ def _data_of(suite: Suite, settings: Settings, out: Path) -> Path | None:
     folder = out / "data"
     tasks = [unit.task for unit in settings.units(suite)]
     if missing_files(folder, suite, tasks):
-        assert suite.prepare is not None
         print(f"fetching the data of {suite.name} to {folder / suite.name}", flush=True)
         try:
             suite.prepare(folder)
@@ -251,9 +248,9 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
     before = {**record["conditions"], "weights": record["model"]["weights"]}
     differ = [key for key in now if now[key] != before.get(key)]
     if differ:
-        told = ", ".join(f"{key} {before.get(key)} there and {now[key]} now" for key in differ)
+        changes = ", ".join(f"{key} {before.get(key)} there and {now[key]} now" for key in differ)
         raise ValueError(
-            f"{place} has other conditions ({told}): delete it, or choose another --out"
+            f"{place} has other conditions ({changes}): delete it, or choose another --out"
         )
     return True
 

@@ -13,7 +13,7 @@ is measured in another way brings a function of a `Request`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,11 @@ class Suite:
         tasks: in the order of the columns.
         max_length: tokens of context and answer that the model is given at most; more is an error
             unless truncation is asked for. With `lengths` it is what comes on top of the length.
+        prepare: writes its local files from the hub.
         lengths: at which each task is measured; none for tasks of a given length.
         num_fewshot: examples before each question.
         paper: rows of the paper's table, a number for each column in order, the average last.
         measure: how a unit is measured; through lm-eval by default.
-        prepare: how its local files are written; from the datasets that lm-eval names by default.
         local: the local files that a unit needs; <task>.jsonl by default.
         reads_files: it knows local files alone; without a folder of them, `prepare` fetches them
             to OUT/data.
@@ -144,11 +144,11 @@ class Suite:
     title: str
     tasks: tuple[Task, ...]
     max_length: int
+    prepare: Prepare
     lengths: tuple[int, ...] = ()
     num_fewshot: int = 0
     paper: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     measure: Measure | None = None
-    prepare: Prepare | None = None
     local: Callable[[Path, Task], list[Path]] | None = None
     reads_files: bool = False
     own: Callable[[str], Task] | None = None
@@ -161,8 +161,6 @@ class Suite:
                     f"paper[{row!r}] must have {columns + 1} numbers, one for each column and the "
                     f"average, got {len(numbers)}"
                 )
-        if self.reads_files and self.prepare is None:
-            raise ValueError("a suite with reads_files=True must have a prepare that fetches them")
 
     def with_tasks(self, names: Iterable[str]) -> Suite:
         """The suite with its own tasks of these names behind the others; ValueError if it has none.
@@ -216,3 +214,10 @@ class _Suites(Mapping[str, Suite]):
 
 
 SUITES: Mapping[str, Suite] = _Suites()
+
+
+def check_suites(names: Sequence[str]) -> None:
+    """Raise unless these are names of suites, and there is one."""
+    unknown = [name for name in names if name not in SUITES]
+    if unknown or not names:
+        raise ValueError(f"suites must be of {', '.join(SUITES)}; got {unknown or 'none'}")

@@ -6,22 +6,26 @@ what every head does with its memory; `write_report` makes a page, figures and a
 and `inspect_checkpoint` does both for a saved model.
 """
 
-from flash_frac.inspect.fits import Fit, Stretch, fit_exponential, fit_power_law
-from flash_frac.inspect.report import (
-    Distribution,
-    HeadReport,
-    LayerReport,
-    MemoryReport,
-    inspect_model,
-)
-from flash_frac.inspect.response import Horizon, horizon, impulse_response, log_spaced_lags
-from flash_frac.inspect.statistics import (
-    LayerStatistics,
-    evaluating,
-    layer_kernel,
-    memory_statistics,
-)
-from flash_frac.inspect.write import inspect_checkpoint, write_report
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flash_frac.inspect.fits import Fit, Stretch, fit_exponential, fit_power_law
+    from flash_frac.inspect.report import (
+        Distribution,
+        HeadReport,
+        LayerReport,
+        MemoryReport,
+        inspect_model,
+    )
+    from flash_frac.inspect.response import Horizon, horizon, impulse_response, log_spaced_lags
+    from flash_frac.inspect.statistics import (
+        LayerStatistics,
+        evaluating,
+        layer_kernel,
+        memory_statistics,
+    )
+    from flash_frac.inspect.write import inspect_checkpoint, write_report
 
 __all__ = [
     "Distribution",
@@ -44,3 +48,12 @@ __all__ = [
     "memory_statistics",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Each part is loaded when it is first used: training needs the statistics and not the page.
+    for part in ("statistics", "fits", "response", "report", "write") if name in __all__ else ():
+        module = import_module(f"flash_frac.inspect.{part}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module 'flash_frac.inspect' has no attribute {name!r}")

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flash_frac.inspect.capture import check_tokens, visit_layers
 from flash_frac.inspect.fits import Fit, better, fit_exponential, fit_power_law
 from flash_frac.inspect.response import (
     Horizon,
@@ -24,7 +23,7 @@ from flash_frac.inspect.response import (
     log_spaced_lags,
     source_positions,
 )
-from flash_frac.inspect.statistics import check_model
+from flash_frac.inspect.statistics import check_model, check_tokens, visit_layers
 from flash_frac.layers import FracMixer
 from flash_frac.ops import Controls, Dynamics, mode_log_decay
 
@@ -177,7 +176,9 @@ def inspect_model(
     lags = log_spaced_lags(num_tokens, num_lags=num_lags)
     layers: list[LayerReport] = []
 
-    def visit(layer: int, mixer: FracMixer, dyn: Dynamics, controls: Controls) -> None:
+    def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
+        dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
+        controls = mixer.controls(inner_x, u)
         response = impulse_response(controls, lags, max_sources=max_sources)
         layers.append(_layer(mixer, dyn, controls, lags, response, factor))
 

@@ -12,8 +12,7 @@ tokens add to reads and writes are left out. Letters: B batch, T time, H heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracPreTrainedModel
-from flash_frac.ops import ControlSettings, Dynamics, dynamics, log_prior, mode_log_decay
+from flash_frac.models.evaluating import evaluating
+from flash_frac.ops import ControlSettings, Dynamics, log_prior, mode_log_decay
+
+Visit = Callable[[int, FracMixer, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +53,6 @@ class LayerStatistics:
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """The numbers by name, such as "memory/layer_0/alpha_mean" with that prefix."""
         return {f"{prefix}{name}": value for name, value in asdict(self).items()}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; afterwards every module has the mode it had.
-
-    Example: `with evaluating(model): logits = model(ids).logits`
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def memory_statistics(
@@ -120,15 +106,56 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def layer_dynamics(mixer: FracMixer, logits: Tensor) -> Dynamics:
-    """Δ, α, λ from the output (B, T, 3 H) of `dyn_proj`; (B, T, 2 H) with a fixed alpha.
+def check_tokens(input_ids: Tensor) -> None:
+    """Raise unless these are rows of token ids."""
+    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids must be integers of shape (B, T), got {tuple(input_ids.shape)} "
+            f"{input_ids.dtype}; of one text, pass ids[None]"
+        )
 
-    Example: `delta, alpha, lam = layer_dynamics(mixer, mixer.dyn_proj(inner_x))`
+
+def visit_layers(
+    model: nn.Module, input_ids: Tensor, visit: Visit, cu_seqlens: Tensor | None = None
+) -> None:
+    """Call visit(layer, mixer, inner_x, u) for every Frac layer in one pass over the tokens.
+
+    inner_x and u (B, T, I) are the inputs of `dyn_proj` and `rw_proj`, from which `mixer.controls`
+    computes read, write and log_decay. They are not kept after the visit. Inside it all parameters
+    are whole, also those of a model that is sharded over processes.
+
+    Example: `visit_layers(model, ids, lambda n, mixer, inner_x, u: print(n, inner_x.shape))`
     """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    parts = logits.to(dtype).unflatten(-1, (mixer.num_dynamics, -1)).unbind(-2)
-    alpha = None if mixer.num_dynamics == 2 else parts[1]
-    return dynamics(parts[0] + mixer.dt_bias, alpha, parts[-1], mixer.settings)
+    check_model(model)
+    check_tokens(input_ids)
+    mixers = [module for module in model.modules() if isinstance(module, FracMixer)]
+    handles: list[RemovableHandle] = []
+
+    def watch(layer: int, mixer: FracMixer) -> None:
+        inputs: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda module, arguments: inputs.update({name: arguments[0]})
+
+        def done(module: nn.Module, arguments: Any, output: Any) -> None:
+            inner_x, u = inputs["inner_x"], inputs["u"]
+            visit(layer, mixer, inner_x, u)
+            inputs.clear()
+
+        handles.append(mixer.dyn_proj.register_forward_pre_hook(keep("inner_x")))
+        handles.append(mixer.rw_proj.register_forward_pre_hook(keep("u")))
+        handles.append(mixer.register_forward_hook(done))
+
+    try:
+        for layer, mixer in enumerate(mixers):
+            watch(layer, mixer)
+        with evaluating(model):
+            # The head over the vocabulary costs more than the layers of a small model. It is called
+            # nevertheless: a model that is sharded over processes gathers its parts when called.
+            model(input_ids, cu_seqlens=cu_seqlens, use_cache=False, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Seen(NamedTuple):
@@ -141,26 +168,13 @@ class _Seen(NamedTuple):
 
 def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> list[_Seen]:
     """What each layer does on these tokens."""
-    check_model(model)
     seen: list[_Seen] = []
 
-    def watch(mixer: FracMixer) -> RemovableHandle:
-        def keep(module: nn.Module, arguments: Any, logits: Tensor) -> None:
-            # Here and not later, when parameters may again be spread over processes.
-            log_tau = mixer.base_log_tau.detach().double()
-            seen.append(_Seen(mixer.settings, layer_dynamics(mixer, logits), log_tau))
+    def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
+        dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
+        seen.append(_Seen(mixer.settings, dyn, mixer.base_log_tau.detach().double()))
 
-        return mixer.dyn_proj.register_forward_hook(keep)
-
-    handles = [watch(module) for module in model.modules() if isinstance(module, FracMixer)]
-    try:
-        with evaluating(model):
-            # The head over the vocabulary costs more than the layers of a small model. It is called
-            # nevertheless: a model that is spread over processes gathers its parts when called.
-            model(input_ids, cu_seqlens=cu_seqlens, use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
+    visit_layers(model, input_ids, visit, cu_seqlens)
     return seen
 
 

@@ -245,16 +245,13 @@ class FracMixer(nn.Module):
         )
         recurrent = None if state is None else state.recurrent
         if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
-            token = (u[:, 0], *(weights[:, 0] for weights in controls))
-            y, recurrent = frac_step(*token, recurrent, backend=self.backend)
+            read, write, decay = (weights[:, 0] for weights in controls)
+            y, recurrent = frac_step(u[:, 0], read, write, decay, recurrent, backend=self.backend)
             y = y[:, None]
         elif self.context_group is not None:
+            group = self.context_group
             y, recurrent = sharded_scan(
-                u,
-                *controls,
-                group=self.context_group,
-                cu_seqlens=cu_seqlens,
-                backend=self.backend,
+                u, *controls, group=group, cu_seqlens=cu_seqlens, backend=self.backend
             )
         else:
             y, recurrent = frac_scan(

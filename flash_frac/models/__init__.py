@@ -15,7 +15,7 @@ from flash_frac.models.modeling import (
     FracModel,
     FracPreTrainedModel,
 )
-from flash_frac.models.surgery import regrid
+from flash_frac.models.regridding import regrid
 
 AutoConfig.register(FracConfig.model_type, FracConfig)
 AutoModel.register(FracConfig, FracModel)

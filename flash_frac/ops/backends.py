@@ -27,10 +27,17 @@ from flash_frac.ops.scan.reference import recurrent_scan, step
 logger = logging.getLogger("flash_frac.ops")
 # Asked once, because torch.compile does not follow such questions.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+_HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
 # Limits of the Triton kernels: taps of a convolution (Triton 3.4 does not compile one tap), and
 # the width of a row that a program of the norm holds in registers.
 FEWEST_TAPS, MOST_TAPS, MOST_WIDTH = 2, 8, 8192
+
+
+def _torch_loss(*arguments: Any) -> Tensor:
+    from flash_frac.ops.loss import torch_loss
+
+    return torch_loss(*arguments)
 
 
 class Backend(NamedTuple):
@@ -39,9 +46,9 @@ class Backend(NamedTuple):
     Attributes:
         scan, step: of `frac_scan` and `frac_step`.
         refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
-        controls, conv, norm, gated_norm: of the operators around the scan; a backend that does not
-            have its own takes the plain-torch form.
-        limits: by operator, what else it refuses: called with the tensors that `choose` is given.
+        controls, conv, norm, gated_norm, loss: of the operators around the scan; a backend that
+            does not have its own takes the plain-torch form.
+        limits: by operator, what else it refuses: called with x and the facts `choose` is given.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor]]
@@ -51,9 +58,11 @@ class Backend(NamedTuple):
     conv: Callable[..., tuple[Tensor, Tensor]] = torch_conv
     norm: Callable[..., Tensor] = torch_norm
     gated_norm: Callable[..., Tensor] = torch_gated_norm
+    loss: Callable[..., Tensor] = _torch_loss
     limits: Mapping[str, Callable[..., str | None]] = {}
 
 
+# The operators on sequences, whose contracts every backend keeps (`tests/ops/test_contracts.py`).
 OPERATORS = ("scan", "step", "controls", "conv", "norm", "gated_norm")
 
 
@@ -96,6 +105,16 @@ def _norm_limit(x: Tensor) -> str | None:
     return None if width <= MOST_WIDTH else f"the norm takes rows up to {MOST_WIDTH}, got {width}"
 
 
+def _loss_limit(hidden: Tensor, chunk_tokens: int | None) -> str | None:
+    if not _HAS_LIGER:
+        return "the fused loss is liger-kernel's, which is not installed (extra train)"
+    if chunk_tokens is not None:
+        return f"liger-kernel chooses its chunks itself, got chunk_tokens={chunk_tokens}"
+    if torch.compiler.is_compiling():
+        return "torch.compile does not follow liger-kernel"
+    return None if hidden.is_cuda else f"liger-kernel needs CUDA tensors, got {hidden.device}"
+
+
 def _triton_scan(*arguments: Any) -> tuple[Tensor, Tensor]:
     from flash_frac.ops.scan.triton import triton_scan
 
@@ -108,10 +127,10 @@ def _triton_step(*arguments: Any) -> tuple[Tensor, Tensor]:
     return triton_step(*arguments)
 
 
-def _triton_controls(*arguments: Any, **options: Any) -> Any:
+def _triton_controls(*arguments: Any) -> Any:
     from flash_frac.ops.control.triton import triton_controls
 
-    return triton_controls(*arguments, **options)
+    return triton_controls(*arguments)
 
 
 def _triton_conv(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -132,6 +151,12 @@ def _triton_gated_norm(*arguments: Any) -> Tensor:
     return triton_gated_norm(*arguments)
 
 
+def _liger_loss(*arguments: Any) -> Tensor:
+    from flash_frac.ops.loss import liger_loss
+
+    return liger_loss(*arguments)
+
+
 BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         scan=_triton_scan,
@@ -141,7 +166,13 @@ BACKENDS: dict[str, Backend] = {
         conv=_triton_conv,
         norm=_triton_norm,
         gated_norm=_triton_gated_norm,
-        limits={"conv": _conv_limit, "norm": _norm_limit, "gated_norm": _norm_limit},
+        loss=_liger_loss,
+        limits={
+            "conv": _conv_limit,
+            "norm": _norm_limit,
+            "gated_norm": _norm_limit,
+            "loss": _loss_limit,
+        },
     ),
     "recurrent": Backend(scan=recurrent_scan, step=step, refusal=_runs_anywhere),
     "torch": Backend(scan=chunk_scan, step=step, refusal=_runs_anywhere),
@@ -150,14 +181,14 @@ BACKENDS: dict[str, Backend] = {
 AUTO_ORDER = ("triton", "torch")
 
 
-def resolve_backend(backend: str, x: Tensor, operator: str = "scan", *facts: Tensor) -> str:
+def resolve_backend(backend: str, x: Tensor, operator: str = "scan", *facts: Any) -> str:
     """The name of the backend that `backend` stands for on inputs like x; ValueError if none.
 
     Args:
         backend: "auto", or a name in `BACKENDS`.
         x: the tensor that device and dtype are taken from.
         operator: a column of `BACKENDS`.
-        facts: further tensors, for the backend's limit on this operator.
+        facts: what else the backend's limit on this operator asks for.
 
     Example: `resolve_backend("auto", u)` is "triton" on a GPU.
     """
@@ -180,7 +211,7 @@ def resolve_backend(backend: str, x: Tensor, operator: str = "scan", *facts: Ten
     return backend
 
 
-def _refusal(name: str, x: Tensor, operator: str, facts: Sequence[Tensor]) -> str | None:
+def _refusal(name: str, x: Tensor, operator: str, facts: Sequence[Any]) -> str | None:
     row = BACKENDS[name]
     reason = row.refusal(x)
     if reason is None and operator in row.limits:
@@ -195,7 +226,7 @@ def _log_choice(operator: str, name: str, *refused: str) -> None:
     logger.debug("auto runs %s on %s%s", operator, name, reasons)
 
 
-def choose(operator: str, backend: str, x: Tensor, *facts: Tensor) -> Callable[..., Any]:
+def choose(operator: str, backend: str, x: Tensor, *facts: Any) -> Callable[..., Any]:
     """The implementation of an operator, for inputs like x; ValueError if there is none.
 
     Example: `choose("conv", "auto", x, weight)`

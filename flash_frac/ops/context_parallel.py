@@ -77,7 +77,7 @@ def sharded_scan(
         raise ValueError("u must hold at least one token; cut the row into fewer slices")
     start = _last_start(cu_seqlens, u)
     rank = _rank(group)
-    added, kept = _SliceSummary.apply(u, write, log_decay, start)
+    added, kept = summarize(u, write, log_decay, start)
     # (n, B, H, M, D + 1): one exchange serves both.
     slices = _AllGather.apply(torch.cat([added, kept[..., None]], -1), group)
     # An empty sum and not zeros, because the exchange must be in the graph of rank 0 too.
@@ -93,6 +93,18 @@ def sharded_scan(
         cu_seqlens=cu_seqlens,
         backend=backend,
     )
+
+
+def summarize(
+    u: Tensor, write: Tensor, log_decay: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """F (B, H, M, D) and P (B, H, M): a state S before the tokens becomes P S + F after them.
+
+    Args:
+        u: (B, T, H, D); write, log_decay: (B, T, H, M), as in `frac_scan`.
+        start: where the last sequence of a packed row begins; P is then 0, and F is its own.
+    """
+    return _SliceSummary.apply(u, write, log_decay, start)
 
 
 def window_before(

@@ -1,6 +1,8 @@
 """The head and its loss without the logits of all tokens in memory.
 
-For chunks of tokens, logits = hidden weight^T are formed, turned into the loss and its gradient,
+On CUDA this is liger-kernel's, where it is installed (extra `train`): measured on an H200 it takes
+15 to 20% less time than the form below, which runs anywhere, and half of its memory. That form: for
+chunks of tokens, logits = hidden weight^T are formed, turned into the loss and its gradient,
 
     loss = logsumexp(logits) - logits[label],      dlogits = softmax(logits) - onehot(label),
 
@@ -11,10 +13,15 @@ the weight is summed over chunks in float32, 4 V E bytes, and as many for the pa
 Letters: N tokens, E width, V vocabulary.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from flash_frac.ops.backends import choose
+
+# Tokens that have logits at a time in the plain form, unless the caller says otherwise.
+CHUNK_TOKENS = 4096
 
 
 def linear_cross_entropy(
@@ -25,7 +32,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
     num_items: Tensor | None = None,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """F.cross_entropy(hidden @ weight.T, labels), with the loss and its sums in float32.
 
@@ -36,7 +44,9 @@ def linear_cross_entropy(
         reduction: "mean" over the labels that count (NaN if none does), or "sum".
         num_items: divides the sum in place of the number of labels that count, as when a batch is
             spread over several calls or devices.
-        chunk_tokens: how many tokens have logits at a time.
+        chunk_tokens: how many tokens have logits at a time, in plain torch; liger-kernel chooses
+            its own. None for 4096.
+        backend: as in `frac_scan`; "triton" is liger-kernel's.
 
     Returns:
         The loss, float32 (float64 for float64 inputs).
@@ -51,16 +61,9 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     elif weight.dtype != dtype:
         raise ValueError(f"weight must have the dtype of hidden, {dtype}, got {weight.dtype}")
-    graph = torch.is_grad_enabled()
-    total, _, _ = _summed_loss(
-        hidden.flatten(0, -2),
-        weight,
-        labels.flatten(),
-        ignore_index,
-        chunk_tokens,
-        dtype,
-        graph and hidden.requires_grad,
-        graph and weight.requires_grad,
+    summed = choose("loss", backend, hidden, chunk_tokens)
+    total = summed(
+        hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk_tokens, dtype
     )
     if reduction == "sum":
         return total
@@ -71,13 +74,56 @@ def linear_cross_entropy(
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
 
+def torch_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    chunk_tokens: int | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The sum of the losses of hidden (N, E), in plain torch; products in `dtype`."""
+    graph = torch.is_grad_enabled()
+    return _summed_loss(
+        hidden,
+        weight,
+        labels,
+        ignore_index,
+        chunk_tokens or CHUNK_TOKENS,
+        dtype,
+        graph and hidden.requires_grad,
+        graph and weight.requires_grad,
+    )[0]
+
+
+def liger_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, *unused: Any
+) -> Tensor:
+    """The same by liger-kernel, with sums in float32; autocast gives the dtype of its products."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    no_bias, no_class_weights, no_penalty, no_smoothing, no_cap, no_z_loss = (
+        None,
+        None,
+        0,
+        0,
+        None,
+        0,
+    )
+    # By position, because a function of autograd takes no names.
+    return LigerFusedLinearCrossEntropyFunction.apply(
+        hidden, weight, labels, no_bias, no_class_weights, ignore_index,
+        no_penalty, no_smoothing, "sum", no_cap, no_z_loss, torch.float32,
+    )[0]  # fmt: skip
+
+
 def _check(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     reduction: str,
     num_items: Tensor | None,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
 ) -> None:
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -91,7 +137,7 @@ def _check(
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if num_items is not None and reduction == "sum":
         raise ValueError("num_items divides the sum, so it needs reduction='mean'")
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 

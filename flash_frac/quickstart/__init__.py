@@ -118,7 +118,8 @@ def _bits(result: TrainResult, length: int) -> dict[str, Any]:
 
     A token is a byte; the end of a document counts as one, to both models.
     """
-    from flash_frac.evals import ByteNgram, bits_per_byte, loss_by_length, scored_tokens
+    from flash_frac.evals import bits_per_byte, loss_by_length, scored_tokens
+    from flash_frac.quickstart.ngram import ByteNgram
 
     held_out, train = result.splits.held_out, result.splits.train
     lengths = [factor * length for factor in CONTEXTS]

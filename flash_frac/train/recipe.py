@@ -23,6 +23,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import logging
 
 from flash_frac.data import DataArguments
+from flash_frac.recipes import MODELS, find_config, find_recipe
 
 logger = logging.get_logger(__name__)
 
@@ -32,7 +33,11 @@ class ModelArguments:
     """Which model is trained: fresh weights of a configuration, or those of a checkpoint."""
 
     config_name: str | None = field(
-        default=None, metadata={"help": "config.json, or its folder: start from fresh weights."}
+        default=None,
+        metadata={
+            "help": "An installed model size, a config.json or its folder: start from fresh "
+            "weights. In a recipe a relative path starts from the recipe's folder."
+        },
     )
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "A checkpoint or hub id: go on from its weights."}
@@ -153,16 +158,18 @@ class _Parser(HfArgumentParser):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a YAML file, with command-line arguments such as --max_steps=100 on top.
+    """A recipe with command-line arguments such as --max_steps=100 on top.
+
+    Args:
+        path: the path of a YAML file, or the name of an installed recipe.
+        overrides: arguments as they are typed; they replace what the recipe says.
 
     Example:
-        >>> recipe = load_recipe("recipes/small.yaml", ["--learning_rate", "3e-4"])
+        >>> recipe = load_recipe("small", ["--learning_rate", "3e-4"])
     """
-    path = Path(path)
+    path = find_recipe(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"there is no recipe {path}; see recipes/ for some") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
@@ -178,13 +185,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for argument in overrides:
         if match := re.match(r"--([A-Za-z_][\w-]*)", argument):
             _check_name(match[1].replace("-", "_"), options, "")
-    for name in [key for key in _REPLACES if any(_names(a, key) for a in overrides)]:
+    typed = [key for key in _REPLACES if any(_names(a, key) for a in overrides)]
+    for name in typed:
         values = {key: value for key, value in values.items() if key not in _REPLACES[name]}
     arguments = [text for key, value in values.items() for text in _typed(options[key], value)]
     try:
         model, data, training = parser.parse_args_into_dataclasses([*arguments, *overrides])
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if model.config_name is not None:
+        found = find_config(model.config_name, "" if "config_name" in typed else path.parent)
+        # An installed size keeps its name, which means the same on every machine.
+        model.config_name = found.name if found.parent == MODELS else str(found)
     return Recipe(model=model, data=data, training=training)
 
 

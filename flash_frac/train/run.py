@@ -25,6 +25,7 @@ from flash_frac.data import (
 from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.provenance import provenance
+from flash_frac.recipes import find_config
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.recipe import ModelArguments, Recipe
 from flash_frac.train.trainer import AlreadyTrained, FracTrainer
@@ -32,8 +33,10 @@ from flash_frac.train.trainer import AlreadyTrained, FracTrainer
 RUN_NAME = "run.json"
 # A stream may have no end: so many of its held-out sequences are evaluated on.
 STREAMED_HELD_OUT = 128
-# Settings that say which sequences a step sees: with others, a run would not go on but begin anew.
+# Settings that decide which sequences a step sees, and those that make the model: a run goes on
+# with the same ones only. Trainer changes use_cache, which is of no consequence here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
+_MODEL_FIELDS = tuple(name for name in FracConfig.__annotations__ if name != "use_cache")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def train(recipe: Recipe) -> TrainResult:
     """Train by a recipe, or go on from its last checkpoint, and save the result.
 
     Example:
-        >>> result = train(load_recipe("recipes/small.yaml"))
+        >>> result = train(load_recipe("small"))
         >>> result.model.generate(...)
     """
     args = recipe.training
@@ -70,7 +73,7 @@ def train(recipe: Recipe) -> TrainResult:
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     set_seed(args.seed)
     model = build_model(recipe.model, tokenizer)
-    resume = _resume_point(recipe, output_dir)
+    resume = _resume_point(recipe, model.config, output_dir)
     # The first process tokenises; the others find its cache.
     with args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
@@ -109,11 +112,8 @@ def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
         check_vocabulary(tokenizer, model.config.vocab_size)
         return model
     assert arguments.config_name is not None
-    path = Path(arguments.config_name)
-    if not path.exists():
-        raise ValueError(f"there is no config_name {path}; recipes/models holds some")
     overrides: Any = arguments.config_overrides or {}
-    config = FracConfig.from_pretrained(str(path), **overrides)
+    config = FracConfig.from_pretrained(find_config(arguments.config_name), **overrides)
     check_vocabulary(tokenizer, config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))
@@ -164,7 +164,7 @@ def _output_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _resume_point(recipe: Recipe, folder: Path) -> Path | None:
+def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | None:
     """The checkpoint to go on from, if this folder holds one of the same run."""
     asked = recipe.training.resume_from_checkpoint
     if asked is not None:
@@ -174,8 +174,10 @@ def _resume_point(recipe: Recipe, folder: Path) -> Path | None:
     last = checkpoints.last_checkpoint(folder)
     if last is None or not (folder / RUN_NAME).exists():
         return last
-    before = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))["order"]
-    now = _order(recipe)
+    written = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
+    before = {**written["model"], **written["order"]}
+    # The content of a configuration counts and not its path, which is another on other machines.
+    now = {name: getattr(config, name) for name in _MODEL_FIELDS} | _order(recipe)
     changed = [
         f"{key} {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]
     ]
@@ -188,12 +190,13 @@ def _resume_point(recipe: Recipe, folder: Path) -> Path | None:
 
 
 def _order(recipe: Recipe) -> dict[str, Any]:
-    """The settings on which it depends which model sees which sequences in which step."""
+    """The settings beside the model's that decide which sequences it sees in which step."""
     data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k != "cache_dir"}
     args = recipe.training
     fixed = {name: getattr(args, name) for name in _FIXED}
     parallel = {"processes": args.world_size, "context_parallel_size": args.context_parallel_size}
-    return {**dataclasses.asdict(recipe.model), **data, **fixed, **parallel}
+    start = {"model_name_or_path": recipe.model.model_name_or_path}
+    return {**start, **data, **fixed, **parallel}
 
 
 def _write_run(recipe: Recipe, model: FracForCausalLM, path: Path) -> None:

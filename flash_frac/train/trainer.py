@@ -27,13 +27,13 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from flash_frac.data import Collator
-from flash_frac.inspect import memory_statistics
+from flash_frac.inspect.statistics import memory_statistics
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.flops import device_peak_flops, training_flops
 from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback
-from flash_frac.train.numbers import NotFiniteError, first_not_finite
-from flash_frac.train.order import EpochOrder, EvalShard
+from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.recipe import Recipe
+from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
 LAW_TOKENS = 2048

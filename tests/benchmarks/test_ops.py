@@ -2,12 +2,13 @@
 
 import sys
 
-import ops
-import peers
+import ops as script
 import pytest
 import torch
-from peers import Operation
 
+from flash_frac.bench import ops, peers
+from flash_frac.bench.peers import Operation
+from flash_frac.bench.rows import read_rows
 from flash_frac.ops.testing import random_inputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would time the GPU's events")
@@ -24,7 +25,7 @@ def test_a_missing_peer_does_not_end_the_run(monkeypatch, capsys):
     for name in ("fla", "mamba_ssm"):
         monkeypatch.setitem(sys.modules, name, None)
     rows, failures = measured(peers=peers.OP_PEERS)
-    attention = f"torch {torch.__version__} causal SDPA D128"
+    (attention,) = {name for name, _ in rows if "SDPA" in name}
     for passed in ("forward", "forward+backward"):
         ours, theirs = rows["flash_frac torch", passed], rows[attention, passed]
         assert (ours["B"], ours["T"], ours["H"], ours["M"], ours["D"]) == tuple(SIZES)
@@ -49,7 +50,7 @@ def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
         shape = {"H": 2, "M": 4, "D": 8}
         return Operation("peer 1.0 refusing", shape, Refusing.apply, (inputs.u,))
 
-    monkeypatch.setattr(peers, "OP_PEERS", {"refusing": peer})
+    monkeypatch.setattr(ops, "OP_PEERS", {"refusing": peer})
     rows, failures = measured(peers=["refusing"])
     assert [passed for name, passed in rows if name == "peer 1.0 refusing"] == ["forward"]
     assert len(rows) == 3 and "not with this compiler" in failures[0]
@@ -78,11 +79,20 @@ def test_the_error_of_a_peer_that_computes_our_scan_is_recorded():
     assert errors["flash_frac torch"] < 0.1 and errors["peer 1.0"] == pytest.approx(1, rel=0.1)
 
 
-def test_the_script_on_a_cpu(tmp_path, monkeypatch, capsys):
+def test_the_script_on_a_cpu(tmp_path, monkeypatch):
     # In the process itself, because starting another two takes longer than all the rest.
     monkeypatch.setattr(ops, "process_peak_mib", lambda name, sizes: 1.0)
     path = tmp_path / "cpu.csv"
-    ops.main(["--time", "64", "--repeats", "2", "--out", str(path), "--commit", "abc"])
-    lines = path.read_text().splitlines()
-    assert len(lines) == 3 and all(",abc," in line for line in lines[1:])
-    assert "flash_frac torch" in capsys.readouterr().out
+    script.main(["--time", "64", "--repeats", "2", "--out", str(path), "--commit", "abc"])
+    rows = read_rows(path)
+    assert [row["implementation"] for row in rows] == ["plain chunk-32 loop", "flash_frac torch"]
+    assert all(row["commit"] == "abc" and row["T"] == "64" and row["error"] for row in rows)
+
+
+def test_a_wrong_scan_has_no_row_on_a_cpu(tmp_path, monkeypatch):
+    right = ops.IMPLEMENTATIONS["flash_frac torch"]
+    wrong = {"flash_frac torch": lambda inputs: [1.1 * x for x in right(inputs)]}
+    monkeypatch.setattr(ops, "IMPLEMENTATIONS", wrong)
+    with pytest.raises(SystemExit, match=r"flash_frac torch is wrong by .*: no timing"):
+        script.main(["--time", "64", "--repeats", "2", "--out", str(tmp_path / "cpu.csv")])
+    assert not (tmp_path / "cpu.csv").exists()

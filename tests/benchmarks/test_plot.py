@@ -2,7 +2,8 @@
 
 import plot
 import pytest
-from measure import append
+
+from flash_frac.bench.rows import append_rows
 
 SHAPES = ((1, 16384), (8, 4096))
 PEERS = ("fla 0.6.0 chunk_gla K16 V256", "torch 2.11.0+cu130 causal SDPA D128")
@@ -40,7 +41,7 @@ def model_rows():
 def draw(tmp_path, capsys):
     def draw(rows):
         path, out = tmp_path / "x1.csv", tmp_path / "figures"
-        append(rows, path)
+        append_rows(rows, path)
         plot.main([str(path), "--out", str(out)])
         return {figure.stem: figure.read_text() for figure in out.iterdir()}
 
@@ -54,8 +55,9 @@ def test_both_figures(draw):
     # Ours of the newest commit, the peers' from whenever they were measured, and not our torch.
     assert "0.25 ms" in op and "0.75 ms" in op and "0.5 ms" not in op and "987 ms" not in op
     assert all(name in op for name in PEERS) and "NVIDIA X1" in op and "flash_frac new" in op
-    for text in ("prefill, batch 1", "decode, batch 64", "train, batch 8", "128K", "512K", "65.5K"):
+    for text in ("prefill, batch 1", "decode, batch 64", "train, batch 8"):
         assert text in model, text
+    assert all(f">{plot.short(row['tokens_per_s'])}<" in model for row in model_rows())
 
 
 def test_a_peer_is_drawn_in_its_newest_version(draw):
@@ -76,11 +78,8 @@ def test_the_same_rows_give_the_same_file(draw):
     assert draw(rows) == draw(rows)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(23.84, "23.8"), (1618, "1.62K"), (148482, "148K"), (2e6, "2M"), (9, "9")]
-)
-def test_numbers_are_short(value, text):
-    assert plot.short(value) == text
+def test_numbers_are_short():
+    assert [plot.short(x) for x in (9, 23.84, 1618, 2e6)] == ["9", "23.8", "1.62K", "2M"]
 
 
 @pytest.mark.parametrize(

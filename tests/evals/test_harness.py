@@ -7,8 +7,8 @@ import datasets
 import pytest
 
 from flash_frac.evals import harness
+from flash_frac.evals.examples import read_rows
 from flash_frac.evals.language_model import FracLM
-from flash_frac.evals.offline import read_rows
 from flash_frac.evals.suites import SUITES, Request, Task, Unit
 from tests.evals.known import SAMPLES, request
 

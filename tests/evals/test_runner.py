@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from flash_frac.cli import app
 from flash_frac.evals import harness, runner
+from flash_frac.evals.examples import read_rows
 from flash_frac.evals.language_model import FracLM
 from flash_frac.evals.long_perplexity import window_starts
-from flash_frac.evals.offline import read_rows
 from flash_frac.evals.runner import Settings, evaluate, model_name, suite_names, whole_numbers
 from flash_frac.evals.suites import SUITES
 from tests.evals.known import SAMPLES

@@ -1,7 +1,6 @@
 """The DNA experiment from end to end on a tiny genome that is made here, and its protocol."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from experiments.dna.designs import CORES, MODELS, make_design
 from experiments.dna.protocol import KEY, LENGTHS, LRS, Job, Protocol, parse
 from experiments.dna.summary import SETTING, best_rows, lines
 from experiments.language_model import loss, make_model, num_parameters
-from experiments.models import NAMES
+from experiments.style import NAMES
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.recipes import find_config
 
-ROOT = Path(__file__).parents[2]
 FEW = ["--smoke", "--models", "frac", "gated_deltanet", "--device", "cpu"]
 
 
@@ -176,7 +175,7 @@ def test_sizes(model):
 
 def test_plain_frac_is_the_model_of_the_recipe():
     """The recipe's model takes its weights, and has the same loss with them."""
-    config = FracConfig.from_pretrained(ROOT / "recipes" / "models" / "frac-dna")
+    config = FracConfig.from_pretrained(find_config("frac-dna"))
     official = FracForCausalLM(config)
     ours = make_model(make_design("frac", "plain"), seed=0)
     official.model.load_state_dict(

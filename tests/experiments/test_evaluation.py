@@ -14,8 +14,9 @@ from experiments.evaluation.toy import toy_checkpoint, toy_data
 from flash_frac.evals import long_perplexity, niah
 from flash_frac.evals.runner import evaluate
 from flash_frac.evals.suites import SUITES
+from flash_frac.recipes import find_config
 
-SHAPE = run.HERE.parents[1] / "recipes" / "models" / "frac-tiny"
+SHAPE = find_config("frac-tiny")
 
 
 def read(folder):

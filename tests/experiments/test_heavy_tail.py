@@ -17,7 +17,8 @@ from experiments.heavy_tail.data import (
     event_values,
 )
 from experiments.heavy_tail.kernels import accuracies, yardsticks
-from experiments.heavy_tail.model import DESIGNS, EARLY, LONGEST, Probe, num_parameters
+from experiments.heavy_tail.model import DESIGNS, EARLY, LONGEST, Probe
+from experiments.language_model import num_parameters
 from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops import log_prior
 

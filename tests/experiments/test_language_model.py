@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from experiments.baselines import MIXERS
 from experiments.language_model import (
     IGNORE,
     LanguageModel,
@@ -18,7 +19,6 @@ from experiments.language_model import (
     token_losses,
 )
 from experiments.training import Optimisation, Training, train_side_by_side
-from flash_frac.baselines import MIXERS
 from flash_frac.models import FracConfig, FracForCausalLM
 
 OPTIONS = {

@@ -29,7 +29,7 @@ from experiments.long_documents.recall import (
     recall,
     row_length,
 )
-from experiments.models import cell
+from experiments.style import cell
 from flash_frac.models import FracConfig, FracForCausalLM
 
 CORPUS = toy_corpus()

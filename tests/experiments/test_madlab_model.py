@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.language_model import num_parameters
 from experiments.madlab.model import (
     DESIGNS,
     AutoEncoder,
     linears,
     make_model,
-    num_parameters,
     position_table,
     swiglu_size,
 )
@@ -77,7 +77,7 @@ def test_start_of_the_language_model(name):
     assert deviation == pytest.approx(0.02, abs=5 * spread)
     assert all((linear.bias == 0).all() for linear in linears(model) if linear.bias is not None)
     # Linear layers keep torch's own start, uniform up to 1 / sqrt(inputs).
-    deviation, spread = standard_deviation(model.blocks[0].swiglu.w1.weight)
+    deviation, spread = standard_deviation(model.blocks[0].swiglu.gate.weight)
     assert deviation == pytest.approx(1 / math.sqrt(3 * 128), abs=5 * spread)
 
 

@@ -1,8 +1,12 @@
 """Tables of results: found by key, whole after an interruption."""
 
-import pytest
+import argparse
+from pathlib import Path
 
-from experiments.table import Table
+import pytest
+import torch
+
+from experiments.table import Table, add_run_options, made_with, out_folder
 
 COLUMNS = ("model", "seed", "accuracy")
 
@@ -45,3 +49,17 @@ def test_another_table_is_refused(tmp_path):
     path.write_text("model,accuracy\n")
     with pytest.raises(ValueError, match=r"results\.csv must have the columns model, seed, acc"):
         Table(path, COLUMNS, num_key=2)
+
+
+def test_runs_have_a_folder_and_say_what_they_were_made_with(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+    assert out_folder(parser.parse_args([]), Path("here")) == Path("here")
+    assert out_folder(parser.parse_args(["--out", str(tmp_path)]), Path("here")) == tmp_path
+    # A smoke test leaves the committed rows alone.
+    smoke = out_folder(parser.parse_args(["--smoke"]), Path("here"))
+    assert smoke.is_dir() and smoke != Path("here")
+    facts = made_with("abc", ("commit", "torch", "numpy", "no_such_package"))
+    assert facts["commit"] == "abc" and facts["torch"] == torch.__version__
+    assert facts["numpy"] and facts["no_such_package"] is None
+    assert made_with(None)["commit"]

@@ -10,8 +10,8 @@ from torch import nn
 
 from flash_frac.data.tokenizer import byte_tokenizer
 from flash_frac.inspect import inspect_checkpoint, inspect_model, memory_statistics, write_report
-from flash_frac.inspect.capture import visit_layers
 from flash_frac.inspect.figures import draw_layer
+from flash_frac.inspect.statistics import visit_layers
 from flash_frac.models import FracConfig, FracForCausalLM
 
 from .conftest import tiny
@@ -27,9 +27,12 @@ def numbers(value):
 
 def test_distributions_equal_a_direct_computation():
     model, tokens, seen = tiny(frac_rho_eps=0.1).double(), torch.randint(0, 32, (2, 50)), []
-    visit_layers(model, tokens, lambda n, mixer, dyn, controls: seen.append((mixer, dyn, controls)))
+    visit_layers(model, tokens, lambda n, mixer, inner_x, u: seen.append((mixer, inner_x, u)))
     layer = inspect_model(model, tokens).layers[1]
-    mixer, dyn, controls = seen[1]
+    mixer, inner_x, u = seen[1]
+    with torch.no_grad():
+        dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
+        controls = mixer.controls(inner_x, u)
     tau = mixer.base_log_tau.double().exp()
     scale = tau / (dyn.delta * dyn.lam ** (1 / dyn.alpha))[..., None]
     values = {"delta": dyn.delta, "alpha": dyn.alpha, "lambda": dyn.lam, "timescale": scale}

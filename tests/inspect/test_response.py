@@ -8,9 +8,8 @@ import torch
 
 from flash_frac import frac_scan
 from flash_frac.inspect import horizon, impulse_response, log_spaced_lags
-from flash_frac.inspect.capture import visit_layers, watching
 from flash_frac.inspect.response import source_positions
-from flash_frac.layers import FracMixer
+from flash_frac.inspect.statistics import visit_layers
 from flash_frac.ops import Controls
 
 from .conftest import tiny
@@ -38,7 +37,8 @@ def by_scan(controls, lags):
 def test_response_equals_the_scan_on_impulses():
     model, lags, seen = tiny().double(), np.array([0, 1, 2, 5, 11, 19]), []
 
-    def visit(layer, mixer, dyn, controls):
+    def visit(layer, mixer, inner_x, u):
+        controls = mixer.controls(inner_x, u)
         seen.append(impulse_response(controls, lags))
         np.testing.assert_allclose(seen[-1], by_scan(controls, lags), rtol=1e-11)
 
@@ -114,22 +114,17 @@ def test_horizon_of_flat_and_of_no_memory():
 @pytest.mark.parametrize("where", ["forward", "visit"])
 def test_layers_are_restored_after_errors(where):
     model = tiny().train()
-    mixers = [module for module in model.modules() if isinstance(module, FracMixer)]
-    own = mixers[1].controls
-    mixers[1].controls = own  # an instance's own must come back
 
-    def visit(layer, mixer, dyn, controls):
+    def visit(layer, mixer, inner_x, u):
         if where == "visit" and layer == 1:
             raise RuntimeError("from the visit")
 
     tokens = torch.randint(0, 32, (1, 20)) + (32 if where == "forward" else 0)
     with pytest.raises((RuntimeError, ValueError), match=r"from the visit|input_ids must be in"):
         visit_layers(model, tokens, visit)
-    assert "controls" not in vars(mixers[0]) and vars(mixers[1])["controls"] is own
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    assert not any(after or before for after, before in hooks)
     assert model.training and torch.is_grad_enabled()
-    with watching(model, visit):
-        assert "controls" in vars(mixers[0])
-    assert "controls" not in vars(mixers[0])
 
 
 def test_errors_name_the_argument():

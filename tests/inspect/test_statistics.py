@@ -1,6 +1,8 @@
 """Statistics of controls and kernels, against direct computations."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -155,3 +157,21 @@ def test_evaluating_has_no_gradients_and_restores_on_errors():
         assert not model.training and not torch.is_grad_enabled()
         raise RuntimeError
     assert model.training and torch.is_grad_enabled()
+
+
+def test_training_loads_the_statistics_alone():
+    code = (
+        "import sys, flash_frac.train\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('flash_frac.inspect')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["flash_frac.inspect", "flash_frac.inspect.statistics"]
+
+
+def test_every_public_name_is_found():
+    import flash_frac.inspect
+
+    for name in flash_frac.inspect.__all__:
+        assert getattr(flash_frac.inspect, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = flash_frac.inspect.nonsense

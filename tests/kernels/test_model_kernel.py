@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from flash_frac.generation import Generator
+from flash_frac.inference import Generator, SamplingSettings
 from flash_frac.ops.testing import relative_error
-from flash_frac.sampling import SamplingSettings
 from tests.errors import assert_as_good
 from tests.kernels.devices import DEVICE, DTYPES
 from tests.models.conftest import make_model, on_backend

@@ -1,14 +1,12 @@
 """FracConfig: defaults, round trip, the committed sizes, and errors that name their field."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.recipes import find_config, installed_sizes
 
-MODELS = Path(__file__).parents[2] / "recipes" / "models"
 PARAMETERS = {
     "frac-1.3b": 1_385_075_808,
     "frac-390m": 390_549_600,
@@ -65,12 +63,12 @@ def test_round_trip(tmp_path):
 
 
 def test_every_size_is_counted():
-    assert {folder.name for folder in MODELS.iterdir() if folder.is_dir()} == set(PARAMETERS)
+    assert set(installed_sizes()) == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_committed_sizes(name):
-    config = AutoConfig.from_pretrained(MODELS / name)
+    config = AutoConfig.from_pretrained(find_config(name))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert type(model) is FracForCausalLM
@@ -79,7 +77,7 @@ def test_committed_sizes(name):
 
 def test_the_papers_390m_has_48_layers():
     """The paper's text says 36 layers, which make 301M parameters; 48 make the 390M it names."""
-    config = AutoConfig.from_pretrained(MODELS / "frac-390m")
+    config = AutoConfig.from_pretrained(find_config("frac-390m"))
     assert config.num_hidden_layers == 48
     config.num_hidden_layers = 36
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Hybrid models in use: generation, streams, surgery, and what the page on them says."""
+"""Hybrid models in use: generation, streams, regridding, and what the page on them says."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_frac.generation import Generator
+from flash_frac.inference import FracStream
+from flash_frac.inference.generator import Generator
 from flash_frac.inspect import inspect_model
 from flash_frac.layers import FracMixer
 from flash_frac.models import (
     FracConfig,
     regrid,
 )
-from flash_frac.stream import FracStream
 from flash_frac.train.flops import forward_flops
 from tests.models.conftest import SIZES
 from tests.models.hybrids import LAYERS, OPTIONS, close, greedy_by_hand, make_hybrid

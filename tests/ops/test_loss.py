@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flash_frac.ops import backends, resolve_backend
 from flash_frac.ops.loss import _summed_loss, linear_cross_entropy
+from flash_frac.ops.testing import relative_error
 
 VOCAB, WIDTH = 37, 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -247,3 +249,42 @@ def test_wrong_arguments(changes, message):
     inputs = dict(zip(("hidden", "weight", "labels"), random_inputs(), strict=True))
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**(inputs | changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_liger_is_as_exact(autocast):
+    """On CUDA auto takes liger-kernel's kernels: the error rule for loss and both gradients."""
+    pytest.importorskip("liger_kernel")
+    dtype = torch.float32 if autocast else torch.bfloat16
+    hidden = torch.randn(3, 100, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1000, 64, device="cuda", dtype=dtype)
+    labels = torch.randint(1000, (3, 100), device="cuda")
+    labels[0, :7] = -100
+
+    def run(hidden, weight, **options):
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast and "backend" in options):
+            loss = linear_cross_entropy(*leaves, labels, **options)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    exact = run(hidden.double(), weight.double())
+    got, plain = (run(hidden, weight, backend=name) for name in ("auto", "torch"))
+    assert resolve_backend("auto", hidden, "loss", None) == "triton"
+    for a, b, c in zip(got, plain, exact, strict=True):
+        assert a.dtype == b.dtype
+        # Products round to bfloat16 in both.
+        assert relative_error(a, c) <= 2 * (relative_error(b, c) + 2**-9)
+
+
+def test_liger_is_asked_for_by_name(monkeypatch):
+    hidden, weight, labels = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([0, 4])
+    with pytest.raises(ValueError, match=r"backend 'triton' cannot run here: .*CUDA.*'torch'"):
+        linear_cross_entropy(hidden, weight, labels, backend="triton")
+    row = backends.BACKENDS["triton"]._replace(refusal=lambda x: None)
+    monkeypatch.setitem(backends.BACKENDS, "triton", row)
+    with pytest.raises(ValueError, match="chooses its chunks itself, got chunk_tokens=2"):
+        linear_cross_entropy(hidden, weight, labels, backend="triton", chunk_tokens=2)
+    monkeypatch.setattr(backends, "_HAS_LIGER", False)
+    with pytest.raises(ValueError, match=r"liger-kernel's, which is not installed \(extra train"):
+        linear_cross_entropy(hidden, weight, labels, backend="triton")

@@ -1,9 +1,11 @@
 """Recipes: everything is checked before anything begins."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from flash_frac.recipes import find_config, find_recipe, installed_recipes, installed_sizes
 from flash_frac.train import load_recipe
 
 
@@ -82,21 +84,79 @@ def test_no_recipe(tmp_path):
 
 
 ROOT = Path(__file__).parents[2]
-RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), *sorted(ROOT.glob("experiments/*/*.yaml"))]
+CPU = ["--use_cpu", "--bf16=false"]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_committed_recipes_are_valid(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    recipe = load_recipe(path, ["--use_cpu", "--bf16=false"])
-    assert Path(recipe.model.config_name).exists()
-    assert recipe.training.max_steps > 0
+@pytest.mark.parametrize(
+    "recipe", [*installed_recipes(), *sorted(ROOT.glob("experiments/*/*.yaml"))], ids=str
+)
+def test_committed_recipes_are_valid(recipe, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(recipe, CPU)
+    assert loaded.model.config_name in installed_sizes()
+    assert loaded.training.max_steps > 0
+
+
+def test_a_recipe_by_name_or_by_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = find_recipe("small").read_text().replace("max_steps: 1000", "max_steps: 7")
+    for name in ("small", "small.yaml", "mine"):
+        Path(name).write_text(text.replace("models/frac-tiny", "frac-tiny"))
+    assert load_recipe("small", CPU).training.max_steps == 1000
+    for path in ("small.yaml", "./small", Path("small"), tmp_path / "small"):
+        assert load_recipe(path, CPU).training.max_steps == 7
+    with pytest.raises(ValueError, match=r"no recipe mine \(for the file .* write ./mine\)"):
+        load_recipe("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smal", r"no recipe smal; .*: frac-1.3b, frac-390m, frac-dna, small, stateful"),
+        ("recipes/small.yaml", r"no recipe recipes/small.yaml \(.*: frac train small\)"),
+        ("other.yaml", "no recipe other.yaml; .*small, stateful"),
+        (".", r"no recipe \.; give the path of a YAML file"),
+    ],
+)
+def test_a_recipe_that_is_not_there(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(name)
+
+
+def test_paths_of_configurations(write_recipe, tmp_path, monkeypatch):
+    """In a recipe they start from its folder, on the command line from the working directory."""
+    work = tmp_path / "work"
+    for folder in (tmp_path / "models" / "mine", work / "models" / "mine", work / "frac-30m"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(work)
+    path = write_recipe(config_name="models/mine")
+    assert load_recipe(path).model.config_name == str(tmp_path / "models" / "mine")
+    typed = load_recipe(path, ["--config_name", "models/mine/config.json"]).model.config_name
+    assert typed == str(work / "models" / "mine" / "config.json")
+    assert load_recipe(path, ["--config_name=frac-30m"]).model.config_name == "frac-30m"
+    assert load_recipe(path, ["--config_name=./frac-30m"]).model.config_name.startswith(str(work))
+    assert load_recipe(write_recipe(config_name="frac-30m")).model.config_name == "frac-30m"
+
+
+def test_a_configuration_that_is_not_there(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "empty").mkdir(parents=True)
+    for name in ("models/none", "models/empty"):
+        message = rf"config_name {name} was not found: {tmp_path}/{name} is .*frac-130m, frac-30m"
+        with pytest.raises(ValueError, match=message):
+            load_recipe(write_recipe(config_name=name))
+    path = write_recipe(config_name="models/none")
+    assert load_recipe(path, ["--config_name", "frac-tiny"]).model.config_name == "frac-tiny"
+    with pytest.raises(ValueError, match=f"{tmp_path}/frac-30 is neither a file nor a folder"):
+        load_recipe(path, ["--config_name", "frac-30"])
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("frac-1.3b", 100e9), ("frac-390m", 30e9)])
 def test_the_papers_runs(name, tokens):
     """A million tokens a step, on 16 and on 8 GPUs, learning rate and decay as in the paper."""
-    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", ["--use_cpu", "--bf16=false"])
+    recipe = load_recipe(name, CPU)
     args = recipe.training
     gpus = 16 if name == "frac-1.3b" else 8
     sequences = gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -104,3 +164,12 @@ def test_the_papers_runs(name, tokens):
     assert step == 2**20
     assert args.max_steps * step == pytest.approx(tokens, rel=1e-4)
     assert (args.learning_rate, args.weight_decay, args.warmup_steps) == (6e-4, 0.1, 0.1)
+
+
+def test_recipes_are_packed_into_the_wheel():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "flash_frac"
+    packed = {path for p in settings["package-data"]["flash_frac"] for path in package.glob(p)}
+    recipes = [find_recipe(name) for name in installed_recipes()]
+    sizes = [find_config(name) / "config.json" for name in installed_sizes()]
+    assert recipes and sizes and {*recipes, *sizes} <= packed

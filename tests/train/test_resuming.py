@@ -1,5 +1,6 @@
 """Runs that end too early, and go on: killed, stopped by an error, without room on the disk."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -122,8 +123,33 @@ def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
     train(load_recipe(write_recipe(max_steps=2)))
     with pytest.raises(ValueError, match=r"other settings \(sequence_length 64 -> 32\)"):
         train(load_recipe(write_recipe(sequence_length=32)))
+    with pytest.raises(ValueError, match=r"other settings \(frac_num_modes 4 -> 8\)"):
+        train(load_recipe(write_recipe(config_overrides={"frac_num_modes": 8})))
     with pytest.raises(ValueError, match="is no complete checkpoint"):
         train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
+
+
+def test_a_run_goes_on_when_its_configuration_has_moved(write_recipe, tmp_path):
+    train(load_recipe(write_recipe(max_steps=2)))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "config.json").rename(tmp_path / "elsewhere" / "config.json")
+    moved = load_recipe(write_recipe(config_name="elsewhere", max_steps=3))
+    (tmp_path / "config.json").unlink()
+    train(moved)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_run_of_an_earlier_version_goes_on(write_recipe, tmp_path):
+    """It wrote the path of its configuration, such as recipes/models/frac-tiny, into run.json."""
+    path = write_recipe(config_name="frac-tiny", config_overrides={"vocab_size": 259}, max_steps=2)
+    train(load_recipe(path))
+    run = tmp_path / "run" / "run.json"
+    written = json.loads(run.read_text())
+    old = {"config_name": "recipes/models/frac-tiny", "config_overrides": {"vocab_size": 259}}
+    run.write_text(json.dumps({**written, "order": {**written["order"], **old}}))
+    train(load_recipe(path, ["--max_steps", "3"]))
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+    assert json.loads(run.read_text())["recipe"]["model"]["config_name"] == "frac-tiny"
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(write_recipe, tmp_path, monkeypatch):

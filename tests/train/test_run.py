@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
 from flash_frac.train.monitor import LOG_NAME, read_lines
-from flash_frac.train.numbers import NotFiniteError
+from flash_frac.train.nonfinite import NotFiniteError
 from tests.train.runs import losses
 
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from flash_frac.ops.backends import choose
-from flash_frac.ops.control.reference import Controls, ControlSettings, num_dynamics
+from flash_frac.ops.control.reference import (
+    ControlInputs,
+    Controls,
+    ControlSettings,
+    num_dynamics,
+)
 
 
 def controls_from_logits(
@@ -52,14 +57,7 @@ def controls_from_logits(
     ):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    implementation = choose("controls", backend, rw_logits)
-    return implementation(
-        dyn_logits,
-        rw_logits,
-        dt_bias,
-        read_gate_logit,
-        write_gate_logit,
-        log_tau,
-        settings=settings,
-        mask=mask,
+    inputs = ControlInputs(
+        dyn_logits, rw_logits, dt_bias, read_gate_logit, write_gate_logit, log_tau, None, mask
     )
+    return choose("controls", backend, rw_logits)(inputs, settings)

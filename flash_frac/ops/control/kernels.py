@@ -22,23 +22,6 @@ from flash_frac.ops.arithmetic import exp, expm1, log, reciprocal, sigmoid
 LARGEST_EXPONENT = tl.constexpr(88.0)
 
 
-class ControlInputs(NamedTuple):
-    """What the kernels read, contiguous; all but dyn, rw and mask in float32.
-
-    dyn (B, T, K H) and rw (B, T, 2 H M) logits; dt_bias (H,), gate logits (1,), log_tau (M,);
-    prior (B, T, H, M) logits, or None for -alpha log tau; mask (B, T), 0 at padding, or None.
-    """
-
-    dyn: Tensor
-    rw: Tensor
-    dt_bias: Tensor
-    read_gate: Tensor
-    write_gate: Tensor
-    log_tau: Tensor
-    prior: Tensor | None
-    mask: Tensor | None
-
-
 class ControlOutputs(NamedTuple):
     """read, write and log_decay (B, T, H, M), or their gradients."""
 

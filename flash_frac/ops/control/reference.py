@@ -112,6 +112,24 @@ class Controls(NamedTuple):
     log_decay: Tensor
 
 
+class ControlInputs(NamedTuple):
+    """What an implementation of the controls takes, as a layer's projections make it.
+
+    dyn (B, T, K H) and rw (B, T, 2 H M) logits; dt_bias (H,), gate logits (1,), log_tau (M,); mask
+    (B, T), 0 at padding, or None. prior (B, T, H, M), logits that were computed before, is for
+    kernels that cannot; None to compute them.
+    """
+
+    dyn: Tensor
+    rw: Tensor
+    dt_bias: Tensor
+    read_gate: Tensor
+    write_gate: Tensor
+    log_tau: Tensor
+    prior: Tensor | None
+    mask: Tensor | None
+
+
 def dynamics(
     delta_logit: Tensor,
     alpha_logit: Tensor | None,
@@ -258,29 +276,19 @@ def _weigh_modes(
     return Controls(read, write, log_decay)
 
 
-def torch_controls(
-    dyn_logits: Tensor,
-    rw_logits: Tensor,
-    dt_bias: Tensor,
-    read_gate_logit: Tensor,
-    write_gate_logit: Tensor,
-    log_tau: Tensor,
-    *,
-    settings: ControlSettings,
-    mask: Tensor | None = None,
-) -> Controls:
-    """Plain-torch form of `controls_from_logits`: the same arguments."""
-    wide = torch.promote_types(rw_logits.dtype, torch.float32)
-    dyn = split_dynamics(dyn_logits.to(wide), dt_bias.to(wide), settings)
-    rw_logits = rw_logits.to(wide).unflatten(-1, (2, dt_bias.shape[0], log_tau.shape[0]))
-    read_logit, write_logit = rw_logits.unbind(-3)
+def torch_controls(inputs: ControlInputs, settings: ControlSettings) -> Controls:
+    """Plain-torch form of `controls_from_logits`."""
+    wide = torch.promote_types(inputs.rw.dtype, torch.float32)
+    dyn = split_dynamics(inputs.dyn.to(wide), inputs.dt_bias.to(wide), settings)
+    sizes = (2, inputs.dt_bias.shape[0], inputs.log_tau.shape[0])
+    read_logit, write_logit = inputs.rw.to(wide).unflatten(-1, sizes).unbind(-3)
     return _weigh_modes(
         dyn,
-        read_gate_logit.sigmoid() * read_logit,
-        write_gate_logit.sigmoid() * write_logit,
-        log_tau.to(wide),
+        inputs.read_gate.sigmoid() * read_logit,
+        inputs.write_gate.sigmoid() * write_logit,
+        inputs.log_tau.to(wide),
         settings,
-        mask,
+        inputs.mask,
     )
 
 

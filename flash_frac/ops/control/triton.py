@@ -15,7 +15,6 @@ from flash_frac.ops.arithmetic import block_size, ceil_div
 from flash_frac.ops.backends import operator
 from flash_frac.ops.control.kernels import (
     ControlGradients,
-    ControlInputs,
     ControlOutputs,
     Ranges,
     control_backward_kernel,
@@ -23,6 +22,7 @@ from flash_frac.ops.control.kernels import (
 )
 from flash_frac.ops.control.reference import (
     MOST_DECAY,
+    ControlInputs,
     Controls,
     ControlSettings,
     log_prior,
@@ -34,31 +34,20 @@ from flash_frac.ops.control.reference import (
 TILE, MOST_ROWS, MOST_HEADS, NUM_WARPS = 512, 128, 16, 1
 
 
-def triton_controls(
-    dyn_logits: Tensor,
-    rw_logits: Tensor,
-    dt_bias: Tensor,
-    read_gate_logit: Tensor,
-    write_gate_logit: Tensor,
-    log_tau: Tensor,
-    *,
-    settings: ControlSettings,
-    mask: Tensor | None = None,
-) -> Controls:
-    """Backend "triton" of `controls_from_logits`: the same arguments, computed in float32."""
-    log_tau = log_tau.float()
-    prior = None
+def triton_controls(inputs: ControlInputs, settings: ControlSettings) -> Controls:
+    """Backend "triton" of `controls_from_logits`, computed in float32."""
+    log_tau, prior, mask = inputs.log_tau.float(), None, inputs.mask
     if settings.prior == "exact" and (settings.read_prior or settings.write_prior):
         # Left to torch, because Triton has no atan2.
-        alpha = split_dynamics(dyn_logits.float(), dt_bias, settings).alpha
+        alpha = split_dynamics(inputs.dyn.float(), inputs.dt_bias, settings).alpha
         prior = log_prior(alpha, log_tau, "exact").contiguous()
     return Controls(
         *control_op(
-            dyn_logits.contiguous(),
-            rw_logits.contiguous(),
-            dt_bias.float().contiguous(),
-            read_gate_logit.float(),
-            write_gate_logit.float(),
+            inputs.dyn.contiguous(),
+            inputs.rw.contiguous(),
+            inputs.dt_bias.float().contiguous(),
+            inputs.read_gate.float(),
+            inputs.write_gate.float(),
             log_tau.contiguous(),
             prior,
             None if mask is None else mask.contiguous(),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flash_frac.ops.arithmetic import block_size, ceil_div
 from flash_frac.ops.backends import operator, triton_refusal
-from flash_frac.ops.control.kernels import ControlInputs, Ranges
-from flash_frac.ops.control.reference import ControlSettings, num_dynamics
+from flash_frac.ops.control.kernels import Ranges
+from flash_frac.ops.control.reference import ControlInputs, ControlSettings, num_dynamics
 from flash_frac.ops.control.triton import kernel_options, kernel_settings
 from flash_frac.ops.decode.kernels import (
     GateInputs,

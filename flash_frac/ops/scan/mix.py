@@ -96,11 +96,11 @@ class Weights(NamedTuple):
 @triton.jit
 def _program(
     p_table, num_tokens, chunks_each, H,
-    M: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    M: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Tokens and modes of this program's chunk and head, its number, offsets [C, BM] and mask."""
     i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, row, length, _, _ = locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C, PACKED)
+    _, row, length, _, _ = locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT)
     o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
     o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * M + o_m
     m_x = (o_t < length)[:, None] & (o_m < M)[None, :]
@@ -120,13 +120,13 @@ def _load_weights(p_weights, o_x, m_x, PRECISION: tl.constexpr):
 def mix_kernel(
     p_weights, p_mix, p_table, num_tokens, chunks_each, H,
     M: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """gamma, read_in, write_out and total of one chunk and head, by the formulas above.
 
     p_weights a `Weights` of inputs; p_mix a `walk.Mix`.
     """
-    o_t, o_m, i_ch, o_x, m_x = _program(p_table, num_tokens, chunks_each, H, M, BM, C, PACKED)
+    o_t, o_m, i_ch, o_x, m_x = _program(p_table, num_tokens, chunks_each, H, M, BM, C, LAYOUT)
     b_read, b_write, b_decay = _load_weights(p_weights, o_x, m_x, PRECISION)
 
     # [C, C]
@@ -157,7 +157,7 @@ def mix_kernel(
 def mix_backward_kernel(
     p_weights, p_sums, p_gradients, p_table, num_tokens, chunks_each, num_ch, H,
     M: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PARTS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of read, write and log_decay of one chunk and head.
 
@@ -168,7 +168,7 @@ def mix_backward_kernel(
     what each adds to the loss. p_weights and p_gradients are `Weights`; p_sums is `ChannelSums` of
     PARTS = P parts; num_ch = N H.
     """
-    o_t, o_m, i_ch, o_x, m_x = _program(p_table, num_tokens, chunks_each, H, M, BM, C, PACKED)
+    o_t, o_m, i_ch, o_x, m_x = _program(p_table, num_tokens, chunks_each, H, M, BM, C, LAYOUT)
     b_read, b_write, b_decay = _load_weights(p_weights, o_x, m_x, PRECISION)
 
     # Sums over the blocks of channels.

@@ -27,16 +27,23 @@ LEVELS = 5
 
 
 @triton.jit
-def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, PACKED: tl.constexpr):
-    """Sequence, first row, number of tokens, and whether the chunk is the first, and the last."""
-    if PACKED:
+def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, LAYOUT: tl.constexpr):
+    """Sequence, first row, number of tokens, and whether the chunk is the first, and the last.
+
+    LAYOUT is "packed" if a table says it, "whole" if all chunks have C tokens, else "ragged".
+    """
+    if LAYOUT == "packed":
         p_entry = p_table + i_chunk * 5
         sequence, row, length = tl.load(p_entry), tl.load(p_entry + 1), tl.load(p_entry + 2)
         first, last = tl.load(p_entry + 3) != 0, tl.load(p_entry + 4) != 0
     else:
         sequence, index = i_chunk // chunks_each, i_chunk % chunks_each
-        row = sequence * num_tokens + index * C
-        length = tl.minimum(num_tokens - index * C, C)
+        if LAYOUT == "whole":
+            # Known without a division and when the kernel is compiled: loads start early, unmasked.
+            row, length = i_chunk * C, C
+        else:
+            row = sequence * num_tokens + index * C
+            length = tl.minimum(num_tokens - index * C, C)
         first, last = index == 0, index == chunks_each - 1
     return sequence, row, length, first, last
 
@@ -51,6 +58,13 @@ class ChunkList(NamedTuple):
     chunks_each: int
     num_tokens: int
     table: Tensor | None
+
+    @property
+    def layout(self) -> str:
+        """The LAYOUT of `locate_chunk`."""
+        if self.table is not None:
+            return "packed"
+        return "ragged" if self.num_tokens % CHUNK else "whole"
 
     @property
     def arguments(self) -> tuple:
@@ -121,7 +135,7 @@ def _plan(
     heads: int,
     channels: int,
     num_modes: int,
-    packed: bool,
+    layout: str,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
@@ -137,7 +151,7 @@ def _plan(
             "BM": modes,
             "BD": width,
             "C": CHUNK,
-            "PACKED": packed,
+            "LAYOUT": layout,
             "PRECISION": precision(dtype),
             "num_warps": walk.warps,
             "num_stages": walk.stages,
@@ -150,8 +164,8 @@ def _plan(
 
 def plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> Plan:
     """The plan for inputs like u (B, T, H, D)."""
-    packed = chunks.table is not None
-    return _plan(chunks.num_chunks, *u.shape[2:], num_modes, packed, u.dtype, u.device)
+    sizes = (chunks.num_chunks, *u.shape[2:], num_modes)
+    return _plan(*sizes, chunks.layout, u.dtype, u.device)
 
 
 def forget_plans() -> None:

@@ -220,7 +220,7 @@ def _mix_options(u: Tensor, num_modes: int, chunks: ChunkList, plan: Plan) -> di
         "BM": plan.modes,
         "C": CHUNK,
         "LEVELS": LEVELS,
-        "PACKED": chunks.table is not None,
+        "LAYOUT": chunks.layout,
         "PRECISION": precision(u.dtype),
     }
 

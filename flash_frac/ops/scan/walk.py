@@ -87,7 +87,7 @@ def states_kernel(
     p_segment_state, p_segment_total,
     p_table, num_tokens, chunks_each, num_chunks, per_segment, H, D,
     M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, BACKWARD: tl.constexpr, EVERY_CHUNK: tl.constexpr,
+    LAYOUT: tl.constexpr, BACKWARD: tl.constexpr, EVERY_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S <- exp(total) S + weights^T x, over the chunks of a segment.
@@ -107,7 +107,7 @@ def states_kernel(
     for i in range(i_start, tl.minimum(i_start + per_segment, num_chunks)):
         i_chunk = num_chunks - 1 - i if BACKWARD else i
         sequence, row, length, first, last = locate_chunk(
-            i_chunk, p_table, num_tokens, chunks_each, C, PACKED
+            i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT
         )
         begins = last if BACKWARD else first
         o_initial = (sequence * H + i_h) * M * D + o_state
@@ -163,7 +163,7 @@ def output_kernel(
     p_u, p_mix, p_initial, p_incoming, p_y, p_final,
     p_table, num_tokens, chunks_each, num_chunks, per_segment, H, D,
     M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = gamma u + read_in S, and S <- exp(total) S + write_out^T u, forward in time.
 
@@ -176,7 +176,7 @@ def output_kernel(
     i_start = i_segment * per_segment
     for i_chunk in range(i_start, tl.minimum(i_start + per_segment, num_chunks)):
         sequence, row, length, first, last = locate_chunk(
-            i_chunk, p_table, num_tokens, chunks_each, C, PACKED
+            i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT
         )
         o_sequence = (sequence * H + i_h) * M * D + o_state
         b_state = _begin(b_state, p_initial, o_sequence, m_state, first)
@@ -202,7 +202,7 @@ def gradient_kernel(
     p_u, p_dy, p_mix, p_dfinal, p_incoming, p_chunk_states, p_du, p_dinitial, p_sums,
     p_table, num_tokens, chunks_each, num_chunks, per_segment, H, D,
     M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """du = gamma^T dy + write_out dS', and dS <- exp(total) dS' + read_in^T dy, backward in time.
 
@@ -219,7 +219,7 @@ def gradient_kernel(
     for i in range(i_start, tl.minimum(i_start + per_segment, num_chunks)):
         i_chunk = num_chunks - 1 - i
         sequence, row, length, first, last = locate_chunk(
-            i_chunk, p_table, num_tokens, chunks_each, C, PACKED
+            i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT
         )
         o_sequence = (sequence * H + i_h) * M * D + o_state
         b_state = _begin(b_state, p_dfinal, o_sequence, m_state, last)

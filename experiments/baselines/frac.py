@@ -1,0 +1,28 @@
+"""FracMixer with `absorb`, as the other mixers have it.
+
+Letters: B batch, T time, E width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_frac.layers import FracMixer, MixerState
+from flash_frac.ops.context_parallel import summarize
+
+
+class Frac(FracMixer):
+    """A `FracMixer` that can also take a sequence in without computing what it would answer."""
+
+    def absorb(
+        self, x: Tensor, *, state: MixerState | None = None, elapsed: Tensor | None = None
+    ) -> MixerState:
+        """The state after x (B, T, E): each token's input, times all decay after it.
+
+        In plain torch, because one product over all tokens gives it. `elapsed` as in `forward`.
+        """
+        u, _, controls, window = self.scan_inputs(x, state=state, elapsed=elapsed)
+        added, kept = summarize(u, controls.write, controls.log_decay)
+        if state is not None:
+            added = added + kept[..., None] * state.recurrent
+        return MixerState(added, window)

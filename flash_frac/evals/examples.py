@@ -1,0 +1,172 @@
+"""The examples of tasks: local files, and how they are fetched from the hub.
+
+DIR/<suite>/<task>.jsonl            one JSON object a line, with the fields of the dataset
+DIR/<suite>/<task>.<split>.jsonl    other splits, where a task needs more than one
+DIR/niah/*.txt                      essays in which needles are hidden
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from flash_frac.evals.suites import SUITES, Request, Suite, Task, check_suites
+from flash_frac.extras import require
+from flash_frac.files import write_rows
+
+SOURCE = "SOURCE.txt"
+
+
+@contextmanager
+def no_downloads() -> Iterator[None]:
+    """Whatever would fetch something from the hub raises an error instead."""
+    constants = require("huggingface_hub.constants", "eval", "--data-dir")
+    config = require("datasets.config", "eval", "--data-dir")
+    # The variable is read once, when these packages are imported; children read it again.
+    with (
+        patch.dict(os.environ, HF_HUB_OFFLINE="1", HF_EVALUATE_OFFLINE="1"),
+        patch.object(constants, "HF_HUB_OFFLINE", True),
+        patch.object(config, "HF_HUB_OFFLINE", True),
+        patch.object(config, "HF_DATASETS_OFFLINE", True),
+    ):
+        yield
+
+
+def missing_files(data_dir: Path, suite: Suite, tasks: Iterable[Task]) -> list[Path]:
+    """Files that these tasks need and that are not there."""
+    needed = [path for task in tasks for path in suite.files(data_dir, task)]
+    return [path for path in dict.fromkeys(needed) if not path.is_file()]
+
+
+def how_to_get(data_dir: Path, suite: str) -> str:
+    """The command that writes the files of a suite."""
+    return f"frac eval prepare {data_dir} --suite {suite}, on a machine with a network"
+
+
+def prepare(data_dir: Path, suites: Sequence[str]) -> tuple[list[Path], list[Path]]:
+    """Write what is missing of the local files of suites, from the hub.
+
+    Args:
+        data_dir: root of the files, DIR/<suite>/<task>.jsonl.
+        suites: names of suites.
+
+    Returns:
+        The files written, and those that are still missing.
+
+    Example: `prepare(Path("data"), ["lm", "niah"])`
+    """
+    check_suites(suites)
+    written: list[Path] = []
+    for name in suites:
+        if still_missing(data_dir, [name]):
+            written += SUITES[name].prepare(data_dir)
+    return written, still_missing(data_dir, suites)
+
+
+def still_missing(data_dir: Path, suites: Sequence[str]) -> list[Path]:
+    """Files that any task of these suites needs and that are not there."""
+    every = [SUITES[name] for name in suites]
+    return [path for suite in every for path in missing_files(data_dir, suite, suite.tasks)]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of lines.
+
+    Example: `read_rows(Path("data/lm/piqa.jsonl"))[0]["goal"]`
+    """
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number} must be an object, got {line.strip()[:60]}")
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} holds no line; one JSON object a line is expected")
+    return rows
+
+
+def source_of(folder: Path) -> str | None:
+    """What the folder of a suite says of where its files are from."""
+    path = folder / SOURCE
+    return path.read_text("utf-8").strip().rstrip(".") if path.is_file() else None
+
+
+def fingerprints(paths: Iterable[Path]) -> dict[str, str]:
+    """A short hash of each file by its name, to tell whether a result is of the same data."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the examples of a task are on the Hugging Face hub.
+
+    Args:
+        dataset: its id.
+        config: name of a part of it.
+        split: of the part.
+        text: the one field that is wanted, as "text"; all fields as they are by default.
+    """
+
+    dataset: str
+    config: str | None = None
+    split: str = "test"
+    text: str | None = None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Download the examples.
+
+        Example: `next(Source(dataset="hazyresearch/based-fda", split="validation").rows())["key"]`
+        """
+        load = require("datasets", "eval", "frac eval").load_dataset
+        try:
+            rows = load(self.dataset, self.config, split=self.split)
+        except ConnectionError as error:
+            raise ValueError(
+                f"{self.dataset} cannot be downloaded ({error}); run `frac eval prepare` on a "
+                "machine with a network, and give its files by --data-dir"
+            ) from error
+        for row in rows:
+            yield dict(row) if self.text is None else {"text": row[self.text]}
+
+
+def read_records(request: Request, source: Source | None) -> list[dict[str, Any]]:
+    """The examples of the request's task: all, or the first `limit`.
+
+    They are read from the local files of `request.data_dir`, and downloaded from the source only
+    if it is None.
+
+    Example: `read_records(request, SOURCES["pg19"])[0]["text"]`
+    """
+    suite, task = request.suite.name, request.unit.task
+    if request.data_dir is None:
+        if source is None:
+            raise ValueError(f"task {task.name} is a local file: give its folder by --data-dir")
+        return list(islice(source.rows(), request.limit))
+    path = task.files(request.data_dir / suite)[task.splits[0]]
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: write it by {how_to_get(request.data_dir, suite)}"
+        )
+    return read_rows(path)[: request.limit]
+
+
+def prepare_from_hub(folder: Path, sources: Mapping[str, Source]) -> list[Path]:
+    """Write `folder/<task>.jsonl` for each task whose file is not there, and return the new files.
+
+    Example: `prepare_from_hub(Path("data/recall"), {"fda": Source(dataset="...")})`
+    """
+    paths = {task: folder / f"{task}.jsonl" for task in sources}
+    lacking = [task for task, path in paths.items() if not path.is_file()]
+    return [write_rows(paths[task], sources[task].rows()) for task in lacking]

@@ -1,0 +1,263 @@
+"""Results as the paper shows them: its tables with rows for our models below its own, and figures.
+
+A report is what `flash_frac.evals.runner.evaluate` returns and OUT/results.json holds. `markdown`
+gives the tables. `compare` draws several models: needles found against length, and bars for each
+other suite, with the paper's rows in grey behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_frac.drawing import (
+    GREY,
+    INK,
+    OTHER,
+    OURS,
+    PALE,
+    THIRD,
+    faint_grid,
+    figure_at,
+    length_axis,
+)
+from flash_frac.evals.suites import SUITES, Metric, Suite, Task
+from flash_frac.files import write_text
+
+MISSING = "–"
+COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
+
+
+def columns(suite: Suite) -> list[tuple[Task, Metric]]:
+    """Columns of a suite's table, left to right."""
+    return [(task, metric) for task in suite.tasks for metric in task.metrics]
+
+
+def numbers(report: dict[str, Any], suite: Suite, length: int | None = None) -> list[float | None]:
+    """A model's row at a length, in the units of the table; None where nothing was measured.
+
+    Example: `numbers(report, SUITES["lm"])[2]` is the accuracy on LAMBADA in percent.
+    """
+    found = {
+        (unit["task"], unit["length"]): unit["results"]
+        for unit in report["units"]
+        if unit["suite"] == suite.name
+    }
+    row: list[float | None] = []
+    for task, metric in columns(suite):
+        value = found.get((task.name, length), {}).get(metric.key)
+        row.append(None if value is None else value * metric.scale)
+    return row
+
+
+def average(suite: Suite, row: Sequence[float | None]) -> float | None:
+    """Mean of the columns that count; None unless all are there."""
+    counted = [v for v, (_, metric) in zip(row, columns(suite), strict=True) if metric.averaged]
+    known = [value for value in counted if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(counted) else None
+
+
+def lengths(reports: Sequence[dict[str, Any]], suite: Suite) -> list[int]:
+    """Lengths at which any of the models was measured."""
+    units = [unit for report in reports for unit in report["units"]]
+    return sorted({u["length"] for u in units if u["suite"] == suite.name and u["length"]})
+
+
+def measured(reports: Sequence[dict[str, Any]]) -> list[Suite]:
+    """Suites of which there is a result, with the tasks of one's own files that have one."""
+    tasks: dict[str, list[str]] = {}
+    for report in reports:
+        for unit in report["units"]:
+            tasks.setdefault(unit["suite"], []).append(unit["task"])
+    return [SUITES[name].with_tasks(tasks[name]) for name in SUITES if name in tasks]
+
+
+def markdown(reports: Sequence[dict[str, Any]]) -> str:
+    """All tables, and below each what its numbers were measured on.
+
+    Example: `Path("results.md").write_text(markdown([report]))`
+    """
+    parts = ["# Results"]
+    for suite in measured(reports):
+        parts.append(f"## {suite.title}")
+        parts.append(_by_length(reports, suite) if suite.lengths else _by_task(reports, suite))
+        parts.extend(_notes(report, suite) for report in reports)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    return f"{value:.1f}" if abs(value) < 1e6 else f"{value:.1e}"
+
+
+def _by_task(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
+    arrows = {True: "↑", False: "↓"}
+    head = ["Model"]
+    for _, metric in columns(suite):
+        head.append(f"{metric.column} {metric.unit} {arrows[metric.higher_is_better]}")
+    rows = [[f"{name} (paper)", *map(_cell, row)] for name, row in suite.paper.items()]
+    for report in reports:
+        row = numbers(report, suite)
+        rows.append([f"**{report['model']}**", *map(_cell, [*row, average(suite, row)])])
+    return _table([*head, "Avg."], rows)
+
+
+def _by_length(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
+    every = lengths(reports, suite)
+    tables = []
+    for index, (_, metric) in enumerate(columns(suite)):
+        head = [f"{metric.column} ({metric.unit})", *(f"{length:,}" for length in every)]
+        rows = [
+            [f"**{report['model']}**", *(_cell(numbers(report, suite, n)[index]) for n in every)]
+            for report in reports
+        ]
+        tables.append(_table(head, rows))
+    return "\n\n".join(tables)
+
+
+def _notes(report: dict[str, Any], suite: Suite) -> str:
+    """What was cut, limited or is not there: no number should look better than it is."""
+    units = [unit for unit in report["units"] if unit["suite"] == suite.name]
+    notes = []
+    limited = sorted({unit["conditions"]["limit"] for unit in units} - {None})
+    if limited:
+        notes.append(f"only the first {limited[0]} examples of a task")
+    cut = [f"{u['results']['num_truncated']} of {u['task']}" for u in units if _cut(u)]
+    if cut:
+        notes.append(f"requests cut to fit: {', '.join(cut)}")
+    absent = {task.name for task in suite.tasks} - {unit["task"] for unit in units}
+    if absent:
+        notes.append(f"not measured: {', '.join(sorted(absent))}")
+    allowed = sorted({unit["conditions"]["max_length"] for unit in units})
+    if allowed and not suite.lengths:
+        notes.append(f"at most {', '.join(f'{n:,}' for n in allowed)} tokens")
+    data = {"hub" if unit["conditions"]["data"] == "hub" else "local files" for unit in units}
+    notes.append(f"data: {', '.join(sorted(data))}" if data else "")
+    notes.extend(sorted({unit["source"] for unit in units if unit.get("source")}))
+    text = "; ".join(note for note in notes if note)
+    return f"{report['model']}: {text}." if text else ""
+
+
+def _cut(unit: dict[str, Any]) -> bool:
+    return unit["results"].get("num_truncated", 0) > 0
+
+
+def compare(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Draw and tabulate results of several models; returns the files written.
+
+    Args:
+        folders: of results, each with the results.json of `frac eval`.
+        out: folder for compare.md and one figure for each suite.
+
+    Example: `compare([Path("evals/frac"), Path("evals/mamba2")], Path("compare"))`
+    """
+    reports = [_load(folder) for folder in folders]
+    if len(reports) > len(COLOURS):
+        raise ValueError(f"at most {len(COLOURS)} models can be told apart, got {len(reports)}")
+    reports = _named_apart(reports, folders)
+    out.mkdir(parents=True, exist_ok=True)
+    written = [write_text(out / "compare.md", markdown(reports))]
+    for suite in measured(reports):
+        path = out / f"{suite.name}.svg"
+        if suite.lengths:
+            draw_lengths(path, reports, suite)
+        else:
+            draw_bars(path, reports, suite)
+        written.append(path)
+    return written
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
+    return json.loads(path.read_text("utf-8"))
+
+
+def _named_apart(
+    reports: Sequence[dict[str, Any]], folders: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Reports under names that differ: the model's, or else the folder's."""
+    names = [report["model"] for report in reports]
+    if len(set(names)) == len(names):
+        return list(reports)
+    return [
+        {**report, "model": folder.name} for report, folder in zip(reports, folders, strict=True)
+    ]
+
+
+def draw_lengths(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> None:
+    """A panel for each column of a suite: its number against the length, a line for each model."""
+    every, heads = lengths(reports, suite), [metric for _, metric in columns(suite)]
+    width = 1.2 + 2.7 * len(heads)
+    with figure_at(path, (width, 2.9), [1] * len(heads)) as (_, panels):
+        for index, (axes, metric) in enumerate(zip(panels, heads, strict=True)):
+            for report, colour in zip(reports, COLOURS, strict=False):
+                points = [(n, numbers(report, suite, n)[index]) for n in every]
+                known = [(n, value) for n, value in points if value is not None]
+                if known:
+                    axes.plot(*zip(*known, strict=True), "o-", color=colour, ms=4, clip_on=False)
+            length_axis(axes, every)
+            axes.set_xlim(every[0] / 1.25, every[-1] * 1.25)
+            axes.set(title=_title(metric, heads), xlabel="length, tokens")
+            _value_axis(axes, metric)
+        panels[0].set_ylabel(_unit(heads[0]))
+        _legend(panels[-1], [report["model"] for report in reports])
+
+
+def _title(metric: Metric, heads: Sequence[Metric]) -> str:
+    shared = sum(other.column == metric.column for other in heads) > 1
+    return f"{metric.column}, {metric.unit}" if shared else metric.column
+
+
+def _value_axis(axes: Any, metric: Metric) -> None:
+    if metric.scale == 100:
+        axes.set_ylim(0, 103)
+    faint_grid(axes)
+
+
+def _unit(metric: Metric) -> str:
+    names = {"acc": "accuracy, %", "ppl": "perplexity"}
+    return names.get(metric.unit, metric.unit)
+
+
+def _legend(axes: Any, names: Sequence[str], paper: bool = False) -> None:
+    """Beside the axes: every model, also one without a number in this panel."""
+    for name, colour in zip(names, COLOURS, strict=False):
+        axes.plot([], [], color=colour, lw=3, label=name)
+    if paper:
+        axes.plot([], [], "_", color=INK, ms=9, mew=2, label="FRAC, paper")
+        axes.plot([], [], "_", color=GREY, ms=9, mew=1, label="others, paper")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def draw_bars(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> None:
+    """Bars for each column that is a share, a colour for each model; the paper's rows as dashes."""
+    shown = [n for n, (_, metric) in enumerate(columns(suite)) if metric.scale == 100]
+    heads = [columns(suite)[n][1] for n in shown]
+    rows = {report["model"]: numbers(report, suite) for report in reports}
+    size = 0.66 / max(len(rows), 1)
+    with figure_at(path, (1.8 + 0.8 * len(shown), 3.2)) as (_, (axes,)):
+        for place, column in enumerate(shown):
+            for numbered, row in enumerate(rows.values()):
+                if row[column] is not None:
+                    x = place - 0.4 + (numbered + 0.5) * size
+                    axes.bar(x, row[column], 0.92 * size, color=COLOURS[numbered])
+            # Beside the bars, which would hide them; ours last, on top.
+            for name, row in sorted(suite.paper.items(), key=lambda item: item[0] == "FRAC"):
+                colour, weight = (INK, 2) if name == "FRAC" else (GREY, 1)
+                axes.plot(place + 0.36, row[column], "_", color=colour, ms=9, mew=weight)
+        axes.set_xticks(range(len(shown)), [f"{m.column}\n{m.unit}" for m in heads])
+        axes.tick_params(axis="x", length=0)
+        axes.set(ylabel="%", title=suite.title, xlim=(-0.6, len(shown) - 0.4))
+        faint_grid(axes)
+        axes.set_ylim(bottom=0)
+        _legend(axes, list(rows), bool(suite.paper))

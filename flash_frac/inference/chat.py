@@ -1,0 +1,95 @@
+"""A model at the terminal: one continuation, or a conversation, with a state that can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flash_frac.inference import FracStream
+from flash_frac.inference.sampling import SamplingSettings
+
+
+def open_stream(checkpoint: str | Path, state: str | Path | None = None) -> FracStream:
+    """A stream of the model and tokenizer in `checkpoint`, from a saved state if one is named.
+
+    Example: `open_stream("quickstart/final", "yesterday.state").generate(max_new_tokens=100)`
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import flash_frac.models  # noqa: F401  (registers the model)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+    model.to(device)
+    if state is None:
+        return FracStream(model, tokenizer)
+    return FracStream.load(state, model, tokenizer)
+
+
+def continue_text(
+    stream: FracStream,
+    prompt: str,
+    write: Callable[[str], object],
+    *,
+    sampling: SamplingSettings,
+    max_new_tokens: int | None,
+    seed: int | None = None,
+) -> bool:
+    """Feed a prompt and write what follows, as it comes; whether it came to its end.
+
+    An interrupt (Ctrl-C) ends it early. What was written, and nothing else, is in the state.
+
+    Example: `continue_text(stream, "Once", print, sampling=GREEDY, max_new_tokens=100)`
+    """
+    if prompt:
+        stream.feed(prompt)
+    try:
+        for piece in stream.sample(sampling, max_new_tokens=max_new_tokens, seed=seed):
+            write(piece)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def converse(
+    stream: FracStream,
+    read: Callable[[], str],
+    write: Callable[[str], object],
+    *,
+    sampling: SamplingSettings,
+    max_new_tokens: int | None,
+) -> None:
+    """Take lines in turn with the model until the end of input (Ctrl-D).
+
+    An interrupt ends the model's turn, and the state stays. The line "/back" undoes the last turn,
+    the reader's line and the answer both.
+
+    Example: `converse(stream, input, print, sampling=GREEDY, max_new_tokens=400)`
+    """
+    while True:
+        try:
+            line = read()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            write("\n(Ctrl-D ends)\n")
+            continue
+        if line.strip() == "/back":
+            try:
+                stream.rollback()
+                stream.release()
+                write("(one turn back)\n")
+            except ValueError:
+                write("(there is no turn to undo)\n")
+            continue
+        stream.mark()
+        ended = continue_text(
+            stream, line + "\n", write, sampling=sampling, max_new_tokens=max_new_tokens
+        )
+        write("\n" if ended else "\n(interrupted)\n")

@@ -1,0 +1,220 @@
+"""A stream as a file: safetensors with a checksum and the fingerprint of its model.
+
+The fingerprint has the settings that change what a model computes, the names, shapes and dtypes of
+its tensors, and a hash over 256 elements of each. Training changes almost all elements, so that
+another model is recognised; an edit of a few elements by hand may not be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flash_frac.inference.state import StreamMark, make_cache, mixers, states_of
+from flash_frac.inference.text import TextTail
+from flash_frac.layers import MixerState
+from flash_frac.models import FracCache, FracForCausalLM
+from flash_frac.models.cache import AttentionMemory
+from flash_frac.models.modeling import FracBlock
+
+FORMAT, VERSION = "flash_frac.stream", "1"
+SAMPLES = 256
+# A prime, whose multiples modulo the size of a tensor are spread over all rows and columns.
+STRIDE = 2654435761
+
+_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "frac_num_modes", "frac_conv_kernel", "frac_gate_bias_init"),
+    *("rms_norm_eps", "tie_word_embeddings"),
+)
+# Of hybrid models only, so that files of others stay what they were.
+_ATTENTION_FIELDS = (
+    *("attention_layers", "attention_head_dim", "attention_key_value_heads"),
+    *("attention_intermediate_size", "attention_rope_parameters"),
+)
+# For each model, at which addresses and versions its tensors were when they were hashed.
+_HASHES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], dict[str, str]]] = (
+    WeakKeyDictionary()
+)
+
+
+@torch.no_grad()
+def fingerprint(model: FracForCausalLM) -> dict[str, str]:
+    """What tells a model from others: "settings" as JSON, and hashes "structure" and "weights".
+
+    The hashes are kept until a tensor of the model is written or replaced.
+
+    Example: `fingerprint(model)["weights"]`
+    """
+    # One walk over the modules: named_parameters and named_buffers would take ten times as long.
+    owned = [x for y in model.modules() for x in (*y._parameters.values(), *y._buffers.values())]
+    owned = [x for x in owned if x is not None]
+    # Tensors made in inference mode do not count how often they were written.
+    counted = not any(x.is_inference() for x in owned)
+    versions = [(x.data_ptr(), x._version) for x in owned] if counted else []
+    known, hashes = _HASHES.get(model, ([], {}))
+    if not counted or known != versions:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        shapes = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
+        weights = hashlib.sha256()
+        for x in tensors.values():
+            weights.update(_bytes(_sample(x)))
+        structure = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+        hashes = {"structure": structure, "weights": weights.hexdigest()}
+        _HASHES[model] = (versions, hashes)
+    settings = {name: getattr(model.config, name) for name in _FIELDS}
+    if model.config.attention_layers:
+        settings |= {name: getattr(model.config, name) for name in _ATTENTION_FIELDS}
+    settings["dtype"] = str(model.lm_head.weight.dtype)
+    for number, control in enumerate(dict.fromkeys(mixer.settings for mixer in mixers(model))):
+        named = asdict(control).items()
+        settings |= {f"{key}.{number}" if number else key: value for key, value in named}
+    return {"settings": json.dumps(settings), **hashes}
+
+
+def _sample(x: Tensor) -> Tensor:
+    """SAMPLES elements of a tensor, or all if there are no more."""
+    positions = torch.arange(min(SAMPLES, x.numel()), device=x.device)
+    if x.numel() > SAMPLES:
+        positions = positions * STRIDE % x.numel()
+    return torch.take(x, positions)
+
+
+def _to_tensors(cache: FracCache, batch_size: int) -> dict[str, Tensor]:
+    """Everything that a cache holds, by names that begin with the number of the layer."""
+    tensors = {}
+    for index, state in zip(cache.frac_layers, states_of(cache), strict=True):
+        tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
+    memory = cache.memory(batch_size)
+    for index, (keys, values) in memory.layers.items():
+        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
+    return tensors | ({"real": memory.real} if memory.layers else {})
+
+
+def _from_tensors(model: FracForCausalLM, tensors: dict[str, Tensor]) -> FracCache:
+    """The cache that `_to_tensors` was given, on the devices of the layers, in other memory."""
+    states, layers, device = [], {}, model.lm_head.weight.device
+    for index, block in enumerate(model.model.layers):
+        device = next(block.parameters()).device
+        if isinstance(block, FracBlock):
+            names = (f"{index}.recurrent", f"{index}.conv")
+            states.append(MixerState(*(tensors[name] for name in names)).to(device))
+        elif f"{index}.keys" in tensors:
+            names = (f"{index}.keys", f"{index}.values")
+            # Copies, because on a CPU these would be the file itself, mapped into memory.
+            layers[index] = tuple(tensors[name].to(device, copy=True) for name in names)
+    blank = torch.ones(states[0].batch_size, 0, dtype=torch.bool)
+    memory = AttentionMemory(layers, tensors.get("real", blank).to(device, copy=True))
+    return make_cache(model, states, memory)
+
+
+def write_mark(path: Path, mark: StreamMark, model: FracForCausalLM) -> None:
+    """Write a moment of a stream to a file that is there whole or not at all."""
+    tensors = {"seen": mark.seen} | ({} if mark.logits is None else {"logits": mark.logits})
+    tensors |= _to_tensors(mark.cache, len(mark.lengths))
+    tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in mark.tails])
+    facts = fingerprint(model) | {"lengths": json.dumps(mark.lengths), "tails": tails}
+    _write_file(path, facts, tensors)
+
+
+def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
+    """What `write_mark` has written, on the devices of the model, which must be the same.
+
+    Args:
+        text: whether the stream shows text.
+    """
+    facts, tensors = _read_file(path)
+    _check_same_model(path, facts, model)
+    device, logits = model.lm_head.weight.device, tensors.get("logits")
+    lengths, tails = tuple(json.loads(facts["lengths"])), ()
+    if text:
+        # It may have been saved without a tokenizer.
+        kept = json.loads(facts["tails"]) or [[[], 0, 0]] * len(lengths)
+        tails = tuple(TextTail(tuple(ids), *rest) for ids, *rest in kept)
+    # Copies, because on a CPU these would be the file itself, mapped into memory.
+    logits = None if logits is None else logits.to(device, copy=True)
+    seen = tensors["seen"].to(device, copy=True)
+    return StreamMark(_from_tensors(model, tensors), logits, seen, lengths, tails)
+
+
+def _write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    facts = {"format": FORMAT, "version": VERSION, **facts}
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
+    try:
+        save_file(tensors, draft, {**facts, "checksum": _checksum(facts, tensors)})
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What `_write_file` has written; ValueError if it is something else, or damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = dict(file.metadata() or {})
+            # keys() is a method of a file, which is no dict.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no whole safetensors file, as FracStream.save writes it: it is cut short, "
+            f"damaged or of another kind. The reader said: {error}"
+        ) from error
+    if facts.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} holds no stream, but other tensors ({', '.join([*tensors][:3])}); "
+            "expected a file that FracStream.save has written"
+        )
+    if facts.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {facts.get('version')} of the format, but this flash-frac reads "
+            f"version {VERSION}; read it with the flash-frac that wrote it"
+        )
+    if facts.pop("checksum", None) != _checksum(facts, tensors):
+        raise ValueError(f"{path} is damaged: its content does not match its checksum")
+    return facts, tensors
+
+
+def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM) -> None:
+    """ValueError that says what differs, unless the file was written with this model."""
+    here = fingerprint(model)
+    if here["settings"] != facts["settings"]:
+        mine, theirs = json.loads(here["settings"]), json.loads(facts["settings"])
+        names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        parts = [f"{name} is {theirs.get(name)} there and {mine.get(name)} here" for name in names]
+        difference = "; ".join(parts)
+    elif here["structure"] != facts["structure"]:
+        difference = "its tensors have other names, shapes or dtypes"
+    elif here["weights"] != facts["weights"]:
+        difference = "it has the same shape and other weights"
+    else:
+        return
+    raise ValueError(
+        f"{path} was written with another model: {difference}. A state means nothing to another "
+        "model; load the one that wrote it, or feed the text again"
+    )
+
+
+def _checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """CRC-32 of everything in a file. It finds accidents; nothing here is secret or signed."""
+    shapes = [[name, str(tensors[name].dtype), *tensors[name].shape] for name in sorted(tensors)]
+    total = zlib.crc32(json.dumps([facts, shapes], sort_keys=True).encode())
+    for name in sorted(tensors):
+        total = zlib.crc32(_bytes(tensors[name]), total)
+    return f"{total:08x}"
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return memoryview(x.cpu().flatten().view(torch.uint8).numpy())  # pyright: ignore

@@ -1,0 +1,399 @@
+"""Streams: the whole past of some sequences, in memory of fixed size, as a thing to hold.
+
+A Frac model carries what it has read in a recurrent state and a convolution's window per layer. A
+`FracStream` holds them with the logits of the next token: it reads on, generates, is copied, wound
+back, moved through time and kept in a file, whatever the number of tokens that came before.
+Letters: B sequences, T time, V vocabulary, H heads, M modes, D head channels, I = H D, K taps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from flash_frac.inference.graphs import Recorder
+from flash_frac.inference.sampling import SamplingSettings, choose
+from flash_frac.inference.state import (
+    StreamMark,
+    check_fading,
+    check_model,
+    copy_cache,
+    empty_cache,
+    let_pass,
+    padding_mask,
+    read_pieces,
+    read_tokens,
+    states_of,
+)
+from flash_frac.inference.storage import read_mark, write_mark
+from flash_frac.inference.text import (
+    CONTEXT,
+    Inputs,
+    StopStrings,
+    TextTail,
+    end_ids,
+    text_decoder,
+    to_ids,
+)
+from flash_frac.layers import MixerState
+from flash_frac.models import FracCache, FracForCausalLM
+
+
+class FracStream:
+    """B sequences of a model, which hold no token at first.
+
+    A call that an error or an interrupt breaks off has not happened: it works on a second copy of
+    the state, which takes the place of the first when all is done.
+
+    Args:
+        model: on any device; called in eval mode, and in its own mode again afterwards.
+        tokenizer: for text in and out; without one a stream takes and gives ids.
+        batch_size: B.
+
+    Example:
+        >>> stream = FracStream(model, tokenizer).feed(book)
+        >>> for text in stream.generate(max_new_tokens=100):
+        ...     print(text, end="")
+        >>> stream.save("book.stream")
+    """
+
+    def __init__(
+        self,
+        model: FracForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        batch_size: int = 1,
+    ) -> None:
+        check_model(model)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        head = model.lm_head.weight
+        seen = torch.zeros(batch_size, head.shape[0], dtype=torch.bool, device=head.device)
+        tails = () if tokenizer is None else (TextTail(),) * batch_size
+        cache = empty_cache(model, batch_size)
+        self._set(StreamMark(cache, None, seen, (0,) * batch_size, tails), model, tokenizer)
+
+    def _set(self, now: StreamMark, model: FracForCausalLM, tokenizer: Any) -> None:
+        self.model, self.tokenizer, self._now = model, tokenizer, now
+        self._spare: FracCache | None = None
+        self._marks: list[StreamMark] = []
+        self._recorder = Recorder(model)
+        self._decode = None if tokenizer is None else text_decoder(tokenizer)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self._now.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each sequence holds."""
+        return self._now.lengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._now.lengths)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """(B, V) float32 of the next token; None before the first one and after `advance`."""
+        return self._now.logits
+
+    @property
+    def state(self) -> list[MixerState]:
+        """The states of the Frac layers: to be read before the stream goes on, or else cloned."""
+        return states_of(self._now.cache)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state. The stream holds them twice, and once more for each mark."""
+        return sum(state.nbytes for state in self.state) + self._now.memory().nbytes
+
+    def feed(self, inputs: Inputs) -> FracStream:
+        """Read on; however a sequence is cut into calls, the result is the same.
+
+        Text becomes tokens call by call, and no special token is added: where the model knows one
+        at the beginning, feed its id first.
+
+        Args:
+            inputs: a text, a list of ids or a tensor (T,); for B > 1 a list of B texts or of B
+                lists, which may differ in length, or a tensor (B, T).
+        """
+        ids, counts = to_ids(
+            inputs,
+            batch_size=self.batch_size,
+            vocab_size=self.model.config.vocab_size,
+            tokenizer=self.tokenizer,
+        )
+        if ids.shape[1] == 0:
+            return self
+        if min(counts) == 0 and self.logits is None:
+            raise ValueError(
+                f"inputs must hold tokens for every sequence, got {counts} of them, because the "
+                "logits of the next token are not known yet; feed a token to each first"
+            )
+        tails = self._now.tails
+        if self._decode is not None:
+            rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
+            ends = (row[-count:] if count else [] for row, count in rows)
+            tails = tuple(t.skip(x, self._decode) for t, x in zip(tails, ends, strict=True))
+        self._recorder.look()
+        self._read(ids, counts, tails)
+        return self
+
+    def generate(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        eos: bool | int | Sequence[int] = True,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Any]:
+        """Go on, token by token. What has been yielded is in the state, and nothing else is.
+
+        The loop may be left at any time, the stream used otherwise, and `generate` called again.
+
+        Args:
+            max_new_tokens: how many at most; None for no bound.
+            temperature, top_k, top_p, min_p, repetition_penalty: of `SamplingSettings`; the penalty
+                is for all tokens of the stream.
+            seed: random seed of this call; None to draw from torch's default generator.
+            eos: whether the model's end token ends a sequence, or which ids do. They are read, too.
+            stop: texts that end a sequence; they are read and yielded.
+
+        Yields:
+            With a tokenizer text, a str (a list of B for B > 1), as soon as its letters are whole:
+            a letter begun is held back, for the next call too. Without, ids (B,); a sequence that
+            has ended gets padding, which its state does not read.
+        """
+        sampling = SamplingSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        return self.sample(sampling, max_new_tokens=max_new_tokens, seed=seed, eos=eos, stop=stop)
+
+    def sample(
+        self,
+        sampling: SamplingSettings,
+        *,
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+        eos: bool | int | Sequence[int] = True,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Any]:
+        """`generate` with settings in one object.
+
+        Example: `stream.sample(SamplingSettings(temperature=0.8), max_new_tokens=100)`
+        """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be None or at least 1, got {max_new_tokens}")
+        if isinstance(stop, str) or not all(stop) or (stop and self.tokenizer is None):
+            raise ValueError(f"stop must be a list of texts and needs a tokenizer, got {stop!r}")
+        device = self._known_logits().device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        ends = end_ids(eos, self.model, self.tokenizer)
+        stops = StopStrings(self.tokenizer, stop) if stop else None
+        return self._tokens(sampling, max_new_tokens, generator, ends, stops)
+
+    def _tokens(
+        self,
+        sampling: SamplingSettings,
+        limit: int | None,
+        generator: torch.Generator | None,
+        ends: list[int],
+        stops: StopStrings | None,
+    ) -> Iterator[Any]:
+        pad = self.model.config.pad_token_id
+        filling = pad if pad is not None else next(iter(ends), 0)
+        alive, number = [1] * self.batch_size, 0
+        if stops is not None:
+            stops.watch(self.batch_size)
+        self._recorder.look()
+        while number != limit and any(alive):
+            ids = choose(self._known_logits(), sampling, seen=self._now.seen, generator=generator)
+            if not all(alive):
+                ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
+            tokens, shown, tails = ids.tolist(), [""] * len(alive), list(self._now.tails)
+            if self._decode is not None:
+                for row in (n for n, lives in enumerate(alive) if lives):
+                    shown[row], tails[row] = tails[row].take(tokens[row], self._decode)
+            # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
+            self._read(ids[:, None], alive, tuple(tails))
+            alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
+            if stops is not None:
+                done = [stops.completes(row, piece) for row, piece in enumerate(shown)]
+                alive = [int(n and not x) for n, x in zip(alive, done, strict=True)]
+            number += 1
+            if self.tokenizer is None:
+                yield ids
+            elif any(shown):
+                yield shown[0] if len(shown) == 1 else shown
+
+    def mark(self) -> StreamMark:
+        """Remember this moment, for `rollback`; marks may be nested, like savepoints in SQL."""
+        self._marks.append(self._now.copy(self.model))
+        return self._marks[-1]
+
+    def rollback(self, mark: StreamMark | None = None) -> FracStream:
+        """Be again, to the bit, as at a mark, by default the last; those after it are dropped."""
+        del self._marks[self._index(mark) + 1 :]
+        self._commit(self._draft(self._marks[-1]))
+        return self
+
+    def release(self, mark: StreamMark | None = None) -> FracStream:
+        """Drop a mark, by default the last, and those after it; the stream stays as it is."""
+        del self._marks[self._index(mark) :]
+        return self
+
+    def fork(self) -> FracStream:
+        """Another stream with the same past, and its marks; neither will disturb the other."""
+        fork = self._at(self._now.copy(self.model), self.model, self.tokenizer)
+        fork._marks = list(self._marks)
+        return fork
+
+    def select(self, index: int | Sequence[int] | slice | Tensor) -> FracStream:
+        """A stream of the sequences at `index`, in its order, without marks."""
+        try:
+            rows = torch.arange(self.batch_size)[[index] if isinstance(index, int) else index]
+        except IndexError as error:
+            raise ValueError(
+                f"index must choose among {self.batch_size} sequences, got {index}"
+            ) from error
+        if rows.numel() == 0:
+            raise ValueError(f"index must choose at least one sequence, got {index}")
+        now = self._now.select(rows.tolist(), self.model)
+        return self._at(now, self.model, self.tokenizer)
+
+    @staticmethod
+    def cat(streams: Sequence[FracStream]) -> FracStream:
+        """One stream of all sequences of streams of one model, without marks.
+
+        The logits of the next token are known if they are in all of them.
+        """
+        kinds = {(id(stream.model), id(stream.tokenizer)) for stream in streams}
+        if len(kinds) != 1:
+            raise ValueError(
+                "streams must be at least one, and all of one model and one tokenizer, got "
+                f"{len(streams)} streams of {len(kinds)} pairs of model and tokenizer"
+            )
+        model, tokenizer = streams[0].model, streams[0].tokenizer
+        now = StreamMark.cat([stream._now for stream in streams], model)
+        return FracStream._at(now, model, tokenizer)
+
+    def advance(self, gap: float) -> FracStream:
+        """Let the time of `gap` tokens pass without input, in closed form.
+
+            S_m <- exp(gap log_decay_m) S_m
+
+        where log_decay is what each head chooses for an input of zero, and nothing is written. The
+        window moves on by floor(gap) zeros. The recurrent state after `advance(a)` and `advance(b)`
+        is that after `advance(a + b)`. Which token comes next is then not known before another was
+        fed, unless gap is 0.
+        """
+        if not (math.isfinite(gap) and gap >= 0):
+            raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap}")
+        check_fading(self.model)
+        if gap == 0:
+            return self
+        draft = self._draft()
+        let_pass(self.model, draft.cache, gap)
+        self._commit(replace(draft, logits=None))
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the stream, without its marks, to a file: all of it or, if that fails, nothing."""
+        write_mark(Path(path), self._now, self.model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: FracForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> FracStream:
+        """The stream that `save` has written, on the device of the model, which must be the same.
+
+        Example: `FracStream.load("book.stream", model, tokenizer).feed("The end?")`
+        """
+        check_model(model)
+        now = read_mark(Path(path), model, text=tokenizer is not None)
+        return cls._at(now, model, tokenizer)
+
+    @classmethod
+    def _at(cls, now: StreamMark, model: FracForCausalLM, tokenizer: Any) -> FracStream:
+        """A stream at this moment, without marks."""
+        stream = object.__new__(cls)
+        stream._set(now, model, tokenizer)
+        return stream
+
+    def _draft(self, mark: StreamMark | None = None) -> StreamMark:
+        """A copy of this moment, or of another, in the memory that the last draft has left."""
+        spare, self._spare = self._spare, None
+        return (mark or self._now).copy(self.model, spare)
+
+    def _commit(self, now: StreamMark) -> None:
+        # Each line leaves a whole stream behind, should it be the last.
+        before = self._now.cache
+        self._now = now
+        self._spare = before
+
+    def _read(self, ids: Tensor, counts: Sequence[int], tails: tuple[TextTail, ...]) -> None:
+        """Take in ids (B, T), of each sequence the last `counts`; T > 0."""
+        cache, logits = self._step(ids, padding_mask(ids, counts))
+        self._commit(self._now.after(ids, counts, tails, cache, logits))
+
+    def _step(self, ids: Tensor, mask: Tensor | None) -> tuple[FracCache, Tensor]:
+        """The cache after ids (B, T) and logits (B, V); one token is read from a CUDA graph.
+
+        Two caches take turns, so that there are two graphs: there and back. After a call that fails
+        the spare one is dropped, for what it holds is no state.
+        """
+        source, (spare, self._spare) = self._now.cache, (self._spare, None)
+        if spare is None or ids.shape[1] > 1:
+            after = self._now.copy(self.model, spare).cache
+            return after, read_pieces(self.model, after, ids, mask)
+        model, batch_size = self.model, self.batch_size
+
+        def step(ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            copy_cache(source, spare, batch_size)
+            return read_tokens(model, spare, ids, mask)
+
+        self._recorder.bind(source, spare)
+        inputs = [x for x in (ids, mask) if x is not None]
+        logits = self._recorder.run(("token", len(inputs)), step, inputs, variant=id(source))
+        assert logits is not None
+        return spare, logits
+
+    def _known_logits(self) -> Tensor:
+        if self._now.logits is None:
+            raise ValueError(
+                "generate needs the logits of the next token, which are not known before the first "
+                "token and after advance; feed at least one token"
+            )
+        return self._now.logits
+
+    def _index(self, mark: StreamMark | None) -> int:
+        """The position of a mark among those of this stream."""
+        found = [n for n, mine in enumerate(self._marks) if mark is None or mine is mark]
+        if not found:
+            raise ValueError(
+                f"mark must be one that this stream has, got {mark} and "
+                f"{len(self._marks)} marks; rollback and release drop the marks after theirs"
+            )
+        return found[-1]

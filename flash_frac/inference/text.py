@@ -1,0 +1,199 @@
+"""Text and tokens: from what a caller feeds to ids, and from ids that come one by one to text.
+
+Letters: B sequences, T time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from flash_frac.models import FracForCausalLM
+
+Inputs: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+# Tokens before a token on which its letters may depend; bytes that a letter has at most.
+CONTEXT, LONGEST_LETTER = 8, 4
+# What a tokenizer shows for bytes that are no letter, or not yet.
+BROKEN = "\ufffd"
+
+
+def to_ids(
+    inputs: Inputs,
+    *,
+    batch_size: int,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[Tensor, list[int]]:
+    """Ids (B, T), the shorter sequences behind zeros that mean nothing, and tokens of each.
+
+    Example: `to_ids([[5, 6], [7]], ...)` gives [[5, 6], [0, 7]] and [2, 1].
+    """
+    if isinstance(inputs, Tensor):
+        ids = inputs[None] if inputs.ndim == 1 else inputs
+        if ids.ndim != 2:
+            raise ValueError(f"inputs must have shape (T,) or (B, T), got {tuple(inputs.shape)}")
+        counts = [ids.shape[1]] * ids.shape[0]
+    else:
+        rows = [torch.as_tensor(row) for row in _rows(inputs, tokenizer)]
+        # A list without tokens becomes a tensor of floats.
+        rows = [row if row.numel() else row.long() for row in rows]
+        counts = [row.numel() for row in rows]
+        ids = torch.zeros(len(rows), max(counts), dtype=torch.long)
+        for row, out in zip(rows, ids, strict=True):
+            if row.ndim != 1 or row.is_floating_point():
+                raise ValueError(f"inputs must hold whole numbers, ids of tokens, got {inputs!r}")
+            out[ids.shape[1] - row.numel() :] = row
+    if ids.shape[0] != batch_size:
+        raise ValueError(
+            f"inputs must be for {batch_size} sequences, the batch_size of the stream, got "
+            f"{ids.shape[0]}; to feed all of them the same, repeat it in a list"
+        )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"inputs must hold whole numbers, ids of tokens, got {ids.dtype}")
+    if ids.numel():
+        # On a GPU, an id outside would end the process.
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"inputs must be in [0, {vocab_size}), the vocabulary, got {low} to {high}"
+            )
+    return ids.long(), counts
+
+
+def _rows(
+    inputs: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Sequence[Sequence[int]]:
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if any(isinstance(text, str) for text in texts):
+        if tokenizer is None:
+            raise ValueError(
+                "inputs must be ids, got text; for text, make FracStream(model, tokenizer)"
+            )
+        encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)  # pyright: ignore
+        return encoded["input_ids"]  # pyright: ignore[reportReturnType]
+    nested = len(inputs) > 0 and isinstance(inputs[0], (Sequence, Tensor))
+    return inputs if nested else [inputs]  # pyright: ignore[reportReturnType]
+
+
+def end_ids(
+    eos: bool | int | Sequence[int],
+    model: FracForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[int]:
+    """Tokens that end a sequence: those named or, for True, those that the model knows of."""
+    if eos is False:
+        return []
+    if eos is True:
+        known: Any = getattr(model.generation_config, "eos_token_id", None)
+        if known is None and tokenizer is not None:
+            known = tokenizer.eos_token_id
+        return [] if known is None else end_ids(known, model, tokenizer)
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """A function from ids to the text that a reader sees."""
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return lambda ids: str(tokenizer.decode(list(ids), **options))
+
+
+@dataclass(frozen=True)
+class TextTail:
+    """The end of a sequence as text: a letter of several bytes is shown when it is whole.
+
+    It is plain data, so that marks of a stream can share, compare and save it.
+
+    Attributes:
+        ids: the last tokens, from the beginning of a letter on.
+        shown: how many letters of their text were shown.
+        waiting: tokens that have come since something was shown.
+
+    Example:
+        >>> tail = TextTail()
+        >>> for token in tokens:
+        ...     piece, tail = tail.take(token, text_decoder(tokenizer))
+        ...     print(piece, end="")
+    """
+
+    ids: tuple[int, ...] = ()
+    shown: int = 0
+    waiting: int = 0
+
+    def skip(self, ids: Sequence[int], decode: Decode) -> TextTail:
+        """The tail after ids that need not be shown."""
+        kept = (*self.ids, *ids)[-CONTEXT:]
+        # Either end may cut a letter. Some decoders show all bytes in a row as broken if one is.
+        for begin, begun in product(range(LONGEST_LETTER), repeat=2):
+            text = decode(kept[begin : max(begin, len(kept) - begun)])
+            if BROKEN not in text:
+                return TextTail(kept[begin:], len(text), begun)
+        text = decode(kept)
+        return TextTail(kept, len(text) - text.endswith(BROKEN))
+
+    def take(self, token: int, decode: Decode) -> tuple[str, TextTail]:
+        """What there is to show after one more token, and the tail after it."""
+        ids, waiting = (*self.ids, token), self.waiting + 1
+        text = decode(ids)
+        broken, silent = text.endswith(BROKEN), len(text) <= self.shown
+        if (broken and waiting < LONGEST_LETTER) or (silent and waiting < CONTEXT):
+            return "", TextTail(ids, self.shown, waiting)
+        if silent or (broken and not decode((token,))):
+            # A special token, of which there may be any number, is forgotten.
+            return "", self
+        if broken:
+            # More bytes than a letter has: all but the last are no letter, which may begin one.
+            kept = ids[-LONGEST_LETTER:]
+            return text[self.shown : -1], TextTail(kept, len(decode(kept)) - 1, waiting)
+        if len(ids) <= CONTEXT:
+            return text[self.shown :], TextTail(ids, len(text))
+        kept = ids[-waiting:]
+        return text[self.shown :], TextTail(kept, len(decode(kept)))
+
+
+class StopStrings:
+    """Watches sequences for texts that end them, such as "\\n\\n"; prompts do not count.
+
+    Example: `generator.generate(ids, max_new_tokens=99, stop=StopStrings(tokenizer, ["User:"]))`
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        if isinstance(texts, str) or not texts or not all(texts):
+            raise ValueError(f"texts must be a list of texts that are not empty, got {texts!r}")
+        self.tokenizer, self.texts = tokenizer, list(texts)
+        self._longest = max(map(len, texts))
+        self.watch(0)
+
+    def watch(self, batch_size: int) -> None:
+        """Watch new sequences."""
+        self._tails, self._ends = [TextTail()] * batch_size, [""] * batch_size
+
+    def begin(self, token: Tensor) -> Tensor:
+        """Watch new sequences, from their first tokens (B, 1) on."""
+        self.watch(token.shape[0])
+        return self.add(token)
+
+    def add(self, token: Tensor) -> Tensor:
+        """Which sequences (B,) have one of the texts at their end, now that these tokens came."""
+        found = []
+        for row, new in enumerate(token[:, 0].tolist()):
+            piece, self._tails[row] = self._tails[row].take(new, self._decode)
+            found.append(self.completes(row, piece))
+        return torch.tensor(found)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        # With special tokens, which a text may name.
+        return self.tokenizer.decode(list(ids))
+
+    def completes(self, row: int, piece: str) -> bool:
+        """Whether a sequence has one of the texts at its end, now that this piece came."""
+        self._ends[row] = self._ends[row][-self._longest :] + piece
+        return any(text in self._ends[row] for text in self.texts)

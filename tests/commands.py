@@ -1,0 +1,50 @@
+"""The command `frac`, called as its entry point is, without a new process that imports torch."""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+from unittest import mock
+
+from flash_frac.cli import main
+from flash_frac.data import byte_tokenizer
+from flash_frac.models import FracConfig, FracForCausalLM
+
+
+class Done(NamedTuple):
+    """What a command left, by the names that `subprocess.run` gives it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def frac(*arguments):
+    out, err = io.StringIO(), io.StringIO()
+    typed = mock.patch.object(sys, "argv", ["frac", *map(str, arguments)])
+    with typed, redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+    # A text as the code of an exit is printed by Python, and counts as 1.
+    message = code if isinstance(code, str) else ""
+    return Done(1 if message else code, out.getvalue(), err.getvalue() + message)
+
+
+def make_checkpoint(folder):
+    """A small model of bytes that never ends a text, so that there is always something to write."""
+    config = FracConfig(
+        vocab_size=259,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        frac_num_modes=4,
+        initializer_range=0.3,
+    )
+    model = FracForCausalLM(config)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

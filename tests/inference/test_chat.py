@@ -1,0 +1,109 @@
+"""`frac generate` and `frac chat`: their text, states in files, and what an interrupt leaves."""
+
+import builtins
+
+import pytest
+
+from flash_frac.inference import FracStream
+from flash_frac.inference.chat import continue_text, converse, open_stream
+from flash_frac.inference.sampling import GREEDY
+from tests.commands import frac, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_a_state_goes_from_one_call_to_the_next(checkpoint, tmp_path):
+    """Two calls with a state between them write what one call writes."""
+    options = ["--temperature", 0, "--max-new-tokens"]
+    whole = frac("generate", checkpoint, "--prompt", "To be", *options, 12)
+    assert whole.returncode == 0, whole.stderr
+    state = tmp_path / "state"
+    first = frac("generate", checkpoint, "--prompt", "To be", *options, 5, "--save-state", state)
+    second = frac("generate", checkpoint, "--state", state, *options, 7)
+    assert first.stdout.rstrip("\n") + second.stdout == whole.stdout
+    nothing = frac("generate", checkpoint)
+    assert nothing.returncode == 1 and "give --prompt, --state or both" in nothing.stderr
+
+
+def test_an_interrupt_keeps_what_was_written(checkpoint):
+    stream = open_stream(checkpoint)
+    written = []
+
+    def write(piece):
+        written.append(piece)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+
+    options = {"sampling": GREEDY, "max_new_tokens": 20}
+    assert not continue_text(stream, "To be", write, **options)
+    rest, left = [], len("To be") + 20 - stream.num_tokens
+    assert 0 < left < 20
+    assert continue_text(stream, "", rest.append, sampling=GREEDY, max_new_tokens=left)
+    whole = []
+    assert continue_text(open_stream(checkpoint), "To be", whole.append, **options)
+    assert "".join(written + rest) == "".join(whole)
+
+
+def test_a_conversation_can_be_undone(checkpoint):
+    stream = open_stream(checkpoint)
+    said = []
+    lines = iter(["/back", "one", "two", "/back", "two"])
+
+    def read():
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    converse(stream, read, said.append, sampling=GREEDY, max_new_tokens=6)
+    assert said[0] == "(there is no turn to undo)\n"
+    back = said.index("(one turn back)\n")
+    turns = "".join(said[1:back]).split("\n(")[0]
+    assert turns.endswith("".join(said[back + 1 :]))
+    plain = FracStream(stream.model, stream.tokenizer)
+    for line in ("one\n", "two\n"):
+        continue_text(plain, line, lambda piece: None, sampling=GREEDY, max_new_tokens=6)
+    assert plain.num_tokens == stream.num_tokens
+
+
+def test_a_checkpoint_that_is_none(tmp_path):
+    done = frac("generate", tmp_path, "--prompt", "x")
+    assert done.returncode == 1 and f"checkpoint {tmp_path} cannot be loaded" in done.stderr
+
+
+def test_chat(checkpoint, tmp_path, monkeypatch):
+    """The command, with a state that goes on from one call to the next."""
+    state, options = tmp_path / "state", ["--temperature", 0, "--max-new-tokens", 6]
+
+    def say(*lines):
+        given = iter(lines)
+
+        def read(prompt):
+            try:
+                return next(given)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr(builtins, "input", read)
+
+    say("one", "two")
+    whole = frac("chat", checkpoint, *options)
+    say("one")
+    first = frac("chat", checkpoint, *options, "--save-state", state)
+    say("two")
+    second = frac("chat", checkpoint, *options, "--state", state)
+    assert whole.returncode == 0, whole.stderr
+    assert first.stdout.removesuffix("\n") + second.stdout == whole.stdout
+    assert first.stderr.endswith(f"The state is in {state}.\n")
+
+
+def test_options_of_sampling(checkpoint):
+    """Both commands have them, and their errors are sentences."""
+    for command in (["generate", checkpoint, "--prompt", "x"], ["chat", checkpoint]):
+        for name in ("temperature", "top-k", "top-p", "min-p", "repetition-penalty"):
+            done = frac(*command, f"--{name}", -1)
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"frac: {name.replace('-', '_')} must be")
