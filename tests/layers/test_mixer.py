@@ -72,6 +72,7 @@ def test_is_the_layer_of_the_paper():
 
 @pytest.mark.parametrize("cuts", [[20], [1, 2, 3, 4, 39], [0, 17]])
 def test_any_split_is_the_whole(mixer, cuts):
+    """Single tokens, which are steps, among the pieces."""
     x = normal(mixer, 2, 40, E)
     whole, final = mixer(x)
     state, parts = None, []
@@ -88,17 +89,6 @@ def test_causality(mixer):
     changed[:, :33] = x[:, :33]
     y, y_changed = mixer(x)[0], mixer(changed)[0]
     assert torch.equal(y[:, :33], y_changed[:, :33]) and not torch.equal(y, y_changed)
-
-
-def test_one_token_at_a_time(mixer):
-    x = normal(mixer, 2, 20, E)
-    whole, final = mixer(x)
-    state, parts = None, []
-    for t in range(20):
-        y, state = mixer(x[:, t : t + 1], state=state)
-        parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-    torch.testing.assert_close(state.recurrent, final.recurrent)
 
 
 def test_padding_is_an_identity_step(mixer):
