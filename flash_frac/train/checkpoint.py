@@ -10,9 +10,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 SAVING, REMOVING = ".saving", ".removing"
+# What torch says of a full disk, depending on which of its parts meets it.
+_UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
 
 
 class CheckpointError(RuntimeError):
@@ -35,6 +41,43 @@ def clear_leftovers(output_dir: str | Path) -> None:
     """Delete what a process that died left half-written or half-deleted."""
     for name in (SAVING, REMOVING):
         shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+
+
+@contextmanager
+def whole(
+    output_dir: str | Path, name: str, *, main: bool, wait: Callable[[], object]
+) -> Iterator[Path]:
+    """A folder to write into, which becomes output_dir/name when all processes are done.
+
+    Args:
+        main: whether this process is the one that renames and deletes.
+        wait: returns when all processes have called it.
+
+    Raises:
+        CheckpointError: if files cannot be written; the folder is then deleted.
+
+    Example: `with whole("runs/a", "final", main=True, wait=lambda: None) as draft: ...`
+    """
+    if main:
+        clear_leftovers(output_dir)
+    wait()
+    draft = Path(output_dir) / SAVING / name
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        yield draft
+        wait()
+        if main:
+            publish(output_dir, name)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search(_UNWRITTEN, str(error)):
+            raise
+        last = last_checkpoint(output_dir)
+        clear_leftovers(output_dir)
+        raise CheckpointError(
+            f"{name} could not be written to {output_dir}: {error}. Make room; the last good "
+            f"checkpoint is {last or 'none'}, from which the same command goes on"
+        ) from error
+    wait()
 
 
 def sync_folder(folder: Path) -> None:
