@@ -26,7 +26,8 @@ class Collator:
       that begins with the row therefore leaves an empty sequence there: a value twice in
       `cu_seqlens`. `first_sequence` (b,) int64 gives the number of each row's first sequence.
 
-    `labels` equals `shift_labels`: they are shifted already.
+    `labels` equals `shift_labels`: they are shifted already. The `bookmark` of the first item, if
+    it comes from a stream, is handed on.
 
     Args:
         separate: whether documents are kept apart.
@@ -55,7 +56,7 @@ class Collator:
         self.lanes = lanes
         self.shard = (rank, count)
 
-    def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
         input_ids = torch.stack([_tensor(item["input_ids"]) for item in items])
         labels = torch.stack([_tensor(item["shift_labels"]) for item in items])
         self._check_shape(*input_ids.shape)
@@ -71,11 +72,13 @@ class Collator:
         low = rank * width
         input_ids = input_ids[:, low : low + width].contiguous()
         labels = labels[:, low : low + width].contiguous()
+        # Of the first item: all items before it are in this batch or an earlier one, of any worker.
+        extra = {k: v for k, v in items[0].items() if k == "bookmark"}
         if not self.separate:
-            return _batch(input_ids, labels)
+            return _batch(input_ids, labels) | extra
         starts = [row[(row >= low) & (row < low + width)] - low for row in starts]
         batch = _batch(input_ids.reshape(1, -1), labels.reshape(1, -1))
-        return batch | self._boundaries(starts, width)
+        return batch | self._boundaries(starts, width) | extra
 
     def _boundaries(self, starts: Sequence[Tensor], width: int) -> dict[str, Tensor]:
         """`cu_seqlens`, and with lanes `first_sequence`, from each row's document starts."""

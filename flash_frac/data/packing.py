@@ -10,16 +10,16 @@ An item of T tokens is a dict of
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from flash_frac.data.store import TokenStore
 
 IGNORED = -100
-Item = dict[str, Tensor | bool]
+Item = dict[str, Any]
 
 
 def make_item(tokens: np.ndarray, starts: np.ndarray, *, sequence_length: int) -> Item:

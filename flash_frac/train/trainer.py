@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
 
-from flash_frac.data import Collator
+from flash_frac.data import Bookmark, Collator, StreamingDataset
+from flash_frac.files import write_text
 from flash_frac.inspect.statistics import memory_statistics
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.flops import device_peak_flops, training_flops
@@ -35,7 +37,9 @@ from flash_frac.train.recipe import Recipe
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
+logger = logging.get_logger(__name__)
 LAW_TOKENS = 2048
+STREAM_NAME = "stream.json"
 _DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
 
 
@@ -67,6 +71,12 @@ class _Course(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:
             self.trainer.order.set_epoch(math.floor((state.epoch or 0) + 1e-6))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if isinstance(self.trainer.train_dataset, StreamingDataset):
+            # Trainer counts all passes over a stream as one, which a bookmark does not.
+            self.trainer.train_dataset.restart()
+            self.trainer.keeps_bookmarks = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
@@ -117,6 +127,7 @@ class FracTrainer(Trainer):
         # Where Trainer writes a checkpoint while it is not complete.
         self._draft_dir: str | None = None
         self._last_inputs: dict[str, Any] = {}
+        self.keeps_bookmarks, self._bookmark = True, None
         self._tokens, self._since, self._paused = 0, time.perf_counter(), 0.0
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -167,6 +178,8 @@ class FracTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
+        bookmark = inputs.pop("bookmark", None)
+        self._bookmark = bookmark if self.keeps_bookmarks else None
         # A copy, because a carried state is put into the dictionary, and would live on in it.
         self._last_inputs = dict(inputs)
         self._tokens += inputs["input_ids"].numel() * self.args.world_size
@@ -290,12 +303,27 @@ class FracTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if self.carried is not None and resume_from_checkpoint:
+        if resume_from_checkpoint:
             last = checkpoints.last_checkpoint(self._output_dir)
             folder = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
             if folder is not None:
-                self.carried.load(folder / self._carried_name(), self.args.device)
+                self._load_position(folder)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _load_position(self, folder: Path) -> None:
+        """Take up carried states and the position of a stream from a checkpoint."""
+        if self.carried is not None:
+            self.carried.load(folder / self._carried_name(), self.args.device)
+        if isinstance(self.train_dataset, StreamingDataset):
+            if (folder / STREAM_NAME).exists():
+                bookmark = Bookmark.from_json((folder / STREAM_NAME).read_text())
+                together = self.args.train_batch_size * self.args.world_size
+                together *= max(self.args.dataloader_num_workers, 1)
+                self.train_dataset.resume(bookmark, together)
+            else:
+                logger.warning(
+                    f"{folder} has no {STREAM_NAME}: the stream is read again from its beginning."
+                )
 
     def _carried_name(self) -> str:
         return f"carried_{self.args.process_index}.safetensors"
@@ -326,6 +354,8 @@ class FracTrainer(Trainer):
                 self.processing_class.save_pretrained(draft)  # pyright: ignore
             if self.carried is not None:
                 self.carried.save(draft / self._carried_name())
+            if self._bookmark is not None and self.args.process_index == 0:
+                write_text(draft / STREAM_NAME, self._bookmark.to_json())
             if self.state.best_model_checkpoint and self.args.should_save:
                 best = Path(self.state.best_model_checkpoint).name
                 self.state.best_model_checkpoint = os.path.join(self._output_dir, best)

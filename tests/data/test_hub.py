@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import datasets
 import pytest
+import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
 
 from flash_frac.data import (
+    Bookmark,
+    Collator,
     DataArguments,
     Encoder,
     HubDocuments,
@@ -70,6 +74,60 @@ def test_wrong_column(name, streaming):
         list(HubDocuments(name, streaming=streaming, text_field="body"))
     with pytest.raises(ValueError, match=r"row 1: the field 'n' must be text, got int"):
         list(HubDocuments(name, streaming=streaming, text_field="n"))
+
+
+def make_stream(name):
+    return StreamingDataset(
+        HubDocuments(name, streaming=True), byte_tokenizer(), 20, seed=0, held_out=0.1
+    )
+
+
+def saved(bookmark):
+    """As a checkpoint gives it back."""
+    return Bookmark.from_json(bookmark.to_json())
+
+
+def test_a_stream_is_read_on_from_a_bookmark(name, monkeypatch):
+    monkeypatch.setattr("flash_frac.data.streaming.BATCH_CHARACTERS", 1)
+    whole = list(make_stream(name))
+    encode, read = Encoder.encode, []
+    monkeypatch.setattr(Encoder, "encode", lambda self, x: [read.extend(x), encode(self, x)][1])
+    for k in (2, 9, len(whole) // 2, len(whole) - 1):
+        mark = saved(whole[k]["bookmark"])
+        assert mark.item <= k < mark.item + 5
+        resumed = make_stream(name)
+        resumed.resume(mark, 2)
+        read.clear()
+        items = list(resumed)
+        same_items(items[:2] + items[k:], whole[:2] + whole[k:])
+        same_items(resumed, items)
+        # Beside the first two items, nothing before the bookmark is tokenised again.
+        assert not set(read) & set(TEXTS[10 : mark.position["row"] - 1])
+        resumed.restart()
+        same_items(resumed, whole)
+
+
+@pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (0, 2), (2, 3)])
+def test_any_number_of_readers_resumes_exactly(name, workers, processes):
+    """The first process saves the bookmark of its last batch, and all go on from it."""
+
+    def loader(rank, mark=None):
+        dataset = make_stream(name)
+        if mark is not None:
+            dataset.resume(mark, 3 * processes * max(workers, 1))
+        shard = IterableDatasetShard(dataset, 3, num_processes=processes, process_index=rank)
+        return DataLoader(shard, 3, num_workers=workers, collate_fn=Collator(True))
+
+    whole = [list(loader(rank)) for rank in range(processes)]
+    for trained in (2, 5, len(whole[0]) - 1):
+        mark = saved(whole[0][trained - 1]["bookmark"])
+        for rank in range(processes):
+            again = list(loader(rank, mark))
+            assert len(again) == len(whole[rank])
+            for a, b in zip(again[trained:], whole[rank][trained:], strict=True):
+                assert torch.equal(a["input_ids"], b["input_ids"])
+                assert torch.equal(a["labels"], b["labels"])
+                assert torch.equal(a["cu_seqlens"], b["cu_seqlens"])
 
 
 def test_what_cannot_be_loaded(name, tmp_path):

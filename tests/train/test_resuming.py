@@ -100,10 +100,11 @@ def test_resuming_a_hub_dataset_is_exact(
 ):
     """A folder stands for the hub: `datasets` reads both alike."""
     source = {"dataset_name": str(text_folder), "data_files": None, "streaming": streaming}
-    path = write_recipe(**source, separate_documents=True)
+    path = write_recipe(**source, separate_documents=True, sequence_length=256)
     train(load_recipe(path, ["--output_dir", str(tmp_path / "whole")]))
     outputs = ["--output_dir", str(tmp_path / "broken")]
     interrupted(monkeypatch, load_recipe(path, outputs), 5)
+    assert (tmp_path / "broken" / "checkpoint-4" / "stream.json").exists() == streaming
     result = train(load_recipe(path, outputs))
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert_same_weights(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
