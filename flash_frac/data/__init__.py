@@ -2,10 +2,9 @@
 
 from flash_frac.data.arguments import DataArguments
 from flash_frac.data.cache import Splits, prepare, prepare_held_out
-from flash_frac.data.collator import Collator
 from flash_frac.data.encoding import Encoder, is_held_out
 from flash_frac.data.hub import HubDocuments
-from flash_frac.data.packing import LaneDataset, PackedDataset
+from flash_frac.data.packing import Collator, LaneDataset, PackedDataset
 from flash_frac.data.sources import find_files, read_documents
 from flash_frac.data.store import StoreWriter, TokenStore
 from flash_frac.data.streaming import Bookmark, StreamingDataset, Streams, stream

@@ -16,7 +16,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from flash_frac.extras import require
+
 SAVING, REMOVING = ".saving", ".removing"
+SHARDS = "pytorch_model_fsdp_0"
+_ALSO = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 # What torch says of a full disk, depending on which of its parts meets it.
 _UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
 
@@ -119,3 +123,31 @@ def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -
     others = [path for path in checkpoints(output_dir) if path.name not in kept]
     for path in others[: max(0, len(others) - max(limit - len(kept), 1))]:
         remove(path)
+
+
+def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
+    """Join the sharded weights of a checkpoint in a new folder for `from_pretrained`.
+
+    Configuration and tokenizer are copied into it.
+
+    Example:
+        >>> consolidate("runs/big/checkpoint-1000", "big-1000")
+    """
+    checkpoint, output = Path(checkpoint), Path(output)
+    if not (checkpoint / SHARDS).is_dir():
+        raise ValueError(
+            f"{checkpoint} has no {SHARDS}: it is no checkpoint with sharded states. If it holds "
+            "model.safetensors, from_pretrained takes it as it is"
+        )
+    if output.exists():
+        raise ValueError(f"output {output} exists already; name a new folder")
+    merge = require("accelerate.utils", "train", "consolidate").merge_fsdp_weights
+    draft = output.with_name(output.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    merge(str(checkpoint / SHARDS), str(draft), safe_serialization=True)
+    for name in _ALSO:
+        if (checkpoint / name).exists():
+            shutil.copy2(checkpoint / name, draft / name)
+    os.replace(draft, output)
+    return output

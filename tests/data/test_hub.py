@@ -1,6 +1,8 @@
 """Hub datasets, by a folder that `load_dataset` takes for one; nothing is downloaded."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import datasets
@@ -174,3 +176,12 @@ def test_stream_with_files_held_out(name, tmp_path):
     assert stream(without, byte_tokenizer(), seed=0).held_out is None
     with pytest.raises(ValueError, match="stream needs streaming set to true"):
         stream(replace(arguments, streaming=False), byte_tokenizer(), seed=0)
+
+
+def test_import_does_not_load_what_only_some_need():
+    code = (
+        "import sys, flash_frac.data\n"
+        "print(*{'datasets', 'pyarrow', 'zstandard', 'accelerate'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

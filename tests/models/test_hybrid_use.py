@@ -15,7 +15,7 @@ from flash_frac.models import (
     regrid,
 )
 from flash_frac.stream import FracStream
-from flash_frac.train.flops import forward_flops
+from flash_frac.train.monitor import forward_flops
 from tests.models.conftest import SIZES
 from tests.models.hybrids import LAYERS, OPTIONS, close, greedy_by_hand, make_hybrid
 
