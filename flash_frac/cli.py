@@ -55,7 +55,7 @@ def consolidate(
     output: Annotated[Path, typer.Argument(help="A new folder for from_pretrained.")],
 ) -> None:
     """Join the shards of an FSDP checkpoint into one folder for from_pretrained."""
-    from flash_frac.train.consolidate import consolidate as join
+    from flash_frac.train.checkpoint import consolidate as join
 
     print(f"{join(checkpoint, output)} can be loaded with from_pretrained.")
 

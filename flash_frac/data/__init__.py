@@ -2,13 +2,12 @@
 
 from flash_frac.data.arguments import DataArguments
 from flash_frac.data.cache import Splits, prepare, prepare_held_out
-from flash_frac.data.collator import Collator
 from flash_frac.data.encoding import Encoder, is_held_out
 from flash_frac.data.hub import HubDocuments
-from flash_frac.data.packing import LaneDataset, PackedDataset
+from flash_frac.data.packing import Collator, LaneDataset, PackedDataset
 from flash_frac.data.sources import find_files, read_documents
 from flash_frac.data.store import StoreWriter, TokenStore
-from flash_frac.data.streaming import StreamingDataset, Streams, stream
+from flash_frac.data.streaming import Bookmark, StreamingDataset, Streams, stream
 from flash_frac.data.tokenizer import (
     byte_tokenizer,
     check_vocabulary,
@@ -17,6 +16,7 @@ from flash_frac.data.tokenizer import (
 )
 
 __all__ = [
+    "Bookmark",
     "Collator",
     "DataArguments",
     "Encoder",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 from flash_frac.data.sources import check_text
 from flash_frac.extras import require
 
 BATCH_ROWS = 256
+
+
+class Position(TypedDict):
+    """Where a stream of documents was, as JSON can hold it.
+
+    `state` is that of the dataset before a batch of rows, None at the beginning; `skip` of these
+    rows were read, and `row` of all rows.
+    """
+
+    state: dict[str, Any] | None
+    skip: int
+    row: int
 
 
 class HubDocuments:
@@ -51,17 +64,34 @@ class HubDocuments:
         return self._fingerprint
 
     def __iter__(self) -> Iterator[str]:
-        row = 0
+        return (text for _, text in self.read())
+
+    def read(self, position: Position | None = None) -> Iterator[tuple[Position | None, str]]:
+        """The texts behind a position of a stream, each with the position behind it.
+
+        Where `streaming` is off there are no positions: they are None.
+
+        Example: `next(documents.read(position))`
+        """
+        dataset, state, skip, row = self._dataset, None, 0, 0
+        if position is not None:
+            state, skip, row = position["state"], position["skip"], position["row"]
+            # A deep copy: a dataset with a state begins there every time, and copies share it.
+            dataset = copy.deepcopy(dataset)
+            if state is not None:
+                dataset.load_state_dict(state)
         # By batches, which are never divided among dataloader workers: whoever wants a part of
         # the documents takes it himself.
-        for batch in self._dataset.iter(batch_size=BATCH_ROWS):
+        for batch in dataset.iter(batch_size=BATCH_ROWS):
             self._check_column(list(batch))
-            for value in batch[self.text_field]:
+            for number, value in enumerate(batch[self.text_field][skip:], skip + 1):
                 row += 1
                 where = f"dataset_name {self.name!r}, row {row}"
                 text = check_text(value, where, self.text_field)
                 if text and not text.isspace():
-                    yield text
+                    here: Position = {"state": state, "skip": number, "row": row}
+                    yield (here if self.num_rows is None else None), text
+            state, skip = (dataset.state_dict() if self.num_rows is None else None), 0
 
     def _check_column(self, names: list[str] | None) -> None:
         if names is not None and self.text_field not in names:

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
-from flash_frac.doctor import machine, model, operators
-from flash_frac.doctor.report import REPORT_IT, Finding, Report
-
 __all__ = ["Finding", "Report", "doctor", "examine"]
+
+# How every remedy ends for what should not be: there is nothing that a user can mend.
+REPORT_IT = "report it with all of this output"
+_STATUS, _NAME = 9, 28
+
+
+class Finding(NamedTuple):
+    """One thing looked at: how it is, what was found, and what to do about it, if anything."""
+
+    name: str
+    status: Literal["ok", "warning", "wrong"]
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """Status, name and text in columns, for the width of the terminal."""
+        indent = " " * (_STATUS + _NAME)
+        width = max(min(shutil.get_terminal_size().columns, 120) - len(indent), 30)
+        lines = textwrap.wrap(self.found, width)
+        lines += textwrap.wrap(f"-> {self.remedy}", width) if self.remedy else []
+        return f"{self.status:{_STATUS}}{self.name:{_NAME}}" + f"\n{indent}".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings; `str()` of it is what `frac doctor` prints."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Names of what is wrong; warnings are not."""
+        return tuple(finding.name for finding in self.findings if finding.status == "wrong")
+
+    def __str__(self) -> str:
+        last = f"wrong: {', '.join(self.wrong)}" if self.wrong else "nothing is wrong"
+        return "\n".join([*map(str, self.findings), "", last])
 
 
 def examine(*, quick: bool = False, seed: int | None = None) -> Report:
@@ -44,6 +82,9 @@ def doctor(*, quick: bool = False) -> int:
 
 
 def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
+    # Here, because they import Finding from this file.
+    from flash_frac.doctor import machine, model, operators
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seed = secrets.randbits(31) if seed is None else seed
     looks: list[tuple[str, Callable[[], list[Finding]]]] = [

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import flash_frac
-from flash_frac.doctor.report import Finding
+from flash_frac.doctor import Finding
 from flash_frac.ops.backends import BACKENDS, OPERATORS, resolve_backend
 from flash_frac.provenance import git_commit, version_of
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from flash_frac.doctor import REPORT_IT, Finding
 from flash_frac.doctor.operators import dtypes_of
-from flash_frac.doctor.report import REPORT_IT, Finding
 from flash_frac.layers import FracMixer
 from flash_frac.ops.testing import relative_error
 

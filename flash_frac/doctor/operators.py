@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flash_frac.doctor.report import REPORT_IT, Finding
+from flash_frac.doctor import REPORT_IT, Finding
 from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.layers.norm import GatedRMSNorm
 from flash_frac.ops import BACKENDS, Controls, ControlSettings, causal_conv, frac_scan, frac_step

@@ -10,9 +10,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from flash_frac.extras import require
+
 SAVING, REMOVING = ".saving", ".removing"
+SHARDS = "pytorch_model_fsdp_0"
+_ALSO = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+# What torch says of a full disk, depending on which of its parts meets it.
+_UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
 
 
 class CheckpointError(RuntimeError):
@@ -35,6 +45,43 @@ def clear_leftovers(output_dir: str | Path) -> None:
     """Delete what a process that died left half-written or half-deleted."""
     for name in (SAVING, REMOVING):
         shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+
+
+@contextmanager
+def whole(
+    output_dir: str | Path, name: str, *, main: bool, wait: Callable[[], object]
+) -> Iterator[Path]:
+    """A folder to write into, which becomes output_dir/name when all processes are done.
+
+    Args:
+        main: whether this process is the one that renames and deletes.
+        wait: returns when all processes have called it.
+
+    Raises:
+        CheckpointError: if files cannot be written; the folder is then deleted.
+
+    Example: `with whole("runs/a", "final", main=True, wait=lambda: None) as draft: ...`
+    """
+    if main:
+        clear_leftovers(output_dir)
+    wait()
+    draft = Path(output_dir) / SAVING / name
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        yield draft
+        wait()
+        if main:
+            publish(output_dir, name)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search(_UNWRITTEN, str(error)):
+            raise
+        last = last_checkpoint(output_dir)
+        clear_leftovers(output_dir)
+        raise CheckpointError(
+            f"{name} could not be written to {output_dir}: {error}. Make room; the last good "
+            f"checkpoint is {last or 'none'}, from which the same command goes on"
+        ) from error
+    wait()
 
 
 def sync_folder(folder: Path) -> None:
@@ -76,3 +123,31 @@ def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -
     others = [path for path in checkpoints(output_dir) if path.name not in kept]
     for path in others[: max(0, len(others) - max(limit - len(kept), 1))]:
         remove(path)
+
+
+def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
+    """Join the sharded weights of a checkpoint in a new folder for `from_pretrained`.
+
+    Configuration and tokenizer are copied into it.
+
+    Example:
+        >>> consolidate("runs/big/checkpoint-1000", "big-1000")
+    """
+    checkpoint, output = Path(checkpoint), Path(output)
+    if not (checkpoint / SHARDS).is_dir():
+        raise ValueError(
+            f"{checkpoint} has no {SHARDS}: it is no checkpoint with sharded states. If it holds "
+            "model.safetensors, from_pretrained takes it as it is"
+        )
+    if output.exists():
+        raise ValueError(f"output {output} exists already; name a new folder")
+    merge = require("accelerate.utils", "train", "consolidate").merge_fsdp_weights
+    draft = output.with_name(output.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    merge(str(checkpoint / SHARDS), str(draft), safe_serialization=True)
+    for name in _ALSO:
+        if (checkpoint / name).exists():
+            shutil.copy2(checkpoint / name, draft / name)
+    os.replace(draft, output)
+    return output

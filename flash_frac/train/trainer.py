@@ -9,35 +9,41 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import resource
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
 
-from flash_frac.data import Collator
+from flash_frac.data import Bookmark, Collator, StreamingDataset
+from flash_frac.files import write_text
 from flash_frac.inspect.statistics import memory_statistics
 from flash_frac.train import checkpoint as checkpoints
-from flash_frac.train.flops import device_peak_flops, training_flops
-from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback
+from flash_frac.train.monitor import (
+    ConsoleCallback,
+    JsonLinesCallback,
+    device_peak_flops,
+    training_flops,
+)
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
+logger = logging.get_logger(__name__)
 LAW_TOKENS = 2048
-_UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
+STREAM_NAME = "stream.json"
 _DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
 
 
@@ -69,6 +75,12 @@ class _Course(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:
             self.trainer.order.set_epoch(math.floor((state.epoch or 0) + 1e-6))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if isinstance(self.trainer.train_dataset, StreamingDataset):
+            # Trainer counts all passes over a stream as one, which a bookmark does not.
+            self.trainer.train_dataset.restart()
+            self.trainer.keeps_bookmarks = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
@@ -116,8 +128,10 @@ class FracTrainer(Trainer):
         self.add_callback(_Course(self))
         peak = args.peak_tflops and args.peak_tflops * 1e12
         self.peak_flops = peak or device_peak_flops(args.device)
-        self._saving_folder = False
+        # Where Trainer writes a checkpoint while it is not complete.
+        self._draft_dir: str | None = None
         self._last_inputs: dict[str, Any] = {}
+        self.keeps_bookmarks, self._bookmark = True, None
         self._tokens, self._since, self._paused = 0, time.perf_counter(), 0.0
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -168,6 +182,8 @@ class FracTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
+        bookmark = inputs.pop("bookmark", None)
+        self._bookmark = bookmark if self.keeps_bookmarks else None
         # A copy, because a carried state is put into the dictionary, and would live on in it.
         self._last_inputs = dict(inputs)
         self._tokens += inputs["input_ids"].numel() * self.args.world_size
@@ -285,25 +301,65 @@ class FracTrainer(Trainer):
 
     # Checkpoints
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        if resume_from_checkpoint:
+            last = checkpoints.last_checkpoint(self._output_dir)
+            folder = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+            if folder is not None:
+                self._load_position(folder)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _load_position(self, folder: Path) -> None:
+        """Take up carried states and the position of a stream from a checkpoint."""
+        if self.carried is not None:
+            self.carried.load(folder / self._carried_name(), self.args.device)
+        if isinstance(self.train_dataset, StreamingDataset):
+            if (folder / STREAM_NAME).exists():
+                bookmark = Bookmark.from_json((folder / STREAM_NAME).read_text())
+                together = self.args.train_batch_size * self.args.world_size
+                together *= max(self.args.dataloader_num_workers, 1)
+                self.train_dataset.resume(bookmark, together)
+            else:
+                logger.warning(
+                    f"{folder} has no {STREAM_NAME}: the stream is read again from its beginning."
+                )
+
+    def _carried_name(self) -> str:
+        return f"carried_{self.args.process_index}.safetensors"
+
     @property
     def _output_dir(self) -> str:
         assert self.args.output_dir is not None
         return self.args.output_dir
 
+    def _whole(self, name: str) -> AbstractContextManager[Path]:
+        """A folder to write into, which becomes `name` in output_dir when all ranks are done."""
+        wait = self.accelerator.wait_for_everyone
+        return checkpoints.whole(self._output_dir, name, main=self.args.should_save, wait=wait)
+
     def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, checkpoints.SAVING) if self._saving_folder else folder
+        return self._draft_dir or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         started = time.perf_counter()
-        name = f"checkpoint-{self.state.global_step}"
-        with _whole(self, name) as draft:
-            super()._save_checkpoint(model, trial)
+        with self._whole(f"checkpoint-{self.state.global_step}") as draft:
+            self._draft_dir = str(draft.parent)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._draft_dir = None
             if self.args.should_save and self.is_fsdp_enabled:
                 self.frac_model().config.save_pretrained(draft)
                 self.processing_class.save_pretrained(draft)  # pyright: ignore
             if self.carried is not None:
-                self.carried.save(draft / f"carried_{self.args.process_index}.safetensors")
+                self.carried.save(draft / self._carried_name())
+            if self._bookmark is not None and self.args.process_index == 0:
+                write_text(draft / STREAM_NAME, self._bookmark.to_json())
             if self.state.best_model_checkpoint and self.args.should_save:
                 best = Path(self.state.best_model_checkpoint).name
                 self.state.best_model_checkpoint = os.path.join(self._output_dir, best)
@@ -313,15 +369,9 @@ class FracTrainer(Trainer):
             checkpoints.rotate(self._output_dir, self.args.save_total_limit, best)
         self._paused += time.perf_counter() - started
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.carried is not None:
-            name = f"carried_{self.args.process_index}.safetensors"
-            self.carried.load(Path(resume_from_checkpoint) / name, self.args.device)
-
     def save_final(self) -> Path:
         """Write the model and its tokenizer to output_dir/final, whole, for `from_pretrained`."""
-        with _whole(self, "final") as draft:
+        with self._whole("final") as draft:
             state = None
             if self.is_fsdp_enabled:
                 whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -329,52 +379,6 @@ class FracTrainer(Trainer):
             if self.args.should_save:
                 self._save(str(draft), state_dict=state)
         return Path(self._output_dir) / "final"
-
-
-class _whole:
-    """Writes a folder of a run under another name, and renames it when all ranks are done."""
-
-    def __init__(self, trainer: FracTrainer, name: str) -> None:
-        self.trainer, self.name = trainer, name
-
-    def __enter__(self) -> Path:
-        trainer = self.trainer
-        if trainer.args.should_save:
-            checkpoints.clear_leftovers(trainer._output_dir)
-        trainer.accelerator.wait_for_everyone()
-        draft = Path(trainer._output_dir) / checkpoints.SAVING / self.name
-        try:
-            draft.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._failed(error) from error
-        trainer._saving_folder = True
-        return draft
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        trainer = self.trainer
-        trainer._saving_folder = False
-        # What torch makes of a full disk, in this file of its own or that.
-        full = isinstance(error, RuntimeError) and re.search(_UNWRITTEN, str(error))
-        if isinstance(error, OSError | SafetensorError) or full:
-            raise self._failed(error) from error
-        if error is not None:
-            return
-        trainer.accelerator.wait_for_everyone()
-        if trainer.args.should_save:
-            try:
-                checkpoints.publish(trainer._output_dir, self.name)
-            except OSError as failure:
-                raise self._failed(failure) from failure
-        trainer.accelerator.wait_for_everyone()
-
-    def _failed(self, error: BaseException | None) -> checkpoints.CheckpointError:
-        folder = self.trainer._output_dir
-        last = checkpoints.last_checkpoint(folder)
-        checkpoints.clear_leftovers(folder)
-        return checkpoints.CheckpointError(
-            f"{self.name} could not be written to {folder}: {error}. Make room; the last good "
-            f"checkpoint is {last or 'none'}, from which the same command goes on"
-        )
 
 
 def _context(size: int, rank: int) -> tuple[Any, tuple[int, int]]:

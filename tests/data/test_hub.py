@@ -1,13 +1,19 @@
 """Hub datasets, by a folder that `load_dataset` takes for one; nothing is downloaded."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import datasets
 import pytest
+import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
 
 from flash_frac.data import (
+    Bookmark,
+    Collator,
     DataArguments,
     Encoder,
     HubDocuments,
@@ -72,6 +78,60 @@ def test_wrong_column(name, streaming):
         list(HubDocuments(name, streaming=streaming, text_field="n"))
 
 
+def make_stream(name):
+    return StreamingDataset(
+        HubDocuments(name, streaming=True), byte_tokenizer(), 20, seed=0, held_out=0.1
+    )
+
+
+def saved(bookmark):
+    """As a checkpoint gives it back."""
+    return Bookmark.from_json(bookmark.to_json())
+
+
+def test_a_stream_is_read_on_from_a_bookmark(name, monkeypatch):
+    monkeypatch.setattr("flash_frac.data.streaming.BATCH_CHARACTERS", 1)
+    whole = list(make_stream(name))
+    encode, read = Encoder.encode, []
+    monkeypatch.setattr(Encoder, "encode", lambda self, x: [read.extend(x), encode(self, x)][1])
+    for k in (2, 9, len(whole) // 2, len(whole) - 1):
+        mark = saved(whole[k]["bookmark"])
+        assert mark.item <= k < mark.item + 5
+        resumed = make_stream(name)
+        resumed.resume(mark, 2)
+        read.clear()
+        items = list(resumed)
+        same_items(items[:2] + items[k:], whole[:2] + whole[k:])
+        same_items(resumed, items)
+        # Beside the first two items, nothing before the bookmark is tokenised again.
+        assert not set(read) & set(TEXTS[10 : mark.position["row"] - 1])
+        resumed.restart()
+        same_items(resumed, whole)
+
+
+@pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (0, 2), (2, 3)])
+def test_any_number_of_readers_resumes_exactly(name, workers, processes):
+    """The first process saves the bookmark of its last batch, and all go on from it."""
+
+    def loader(rank, mark=None):
+        dataset = make_stream(name)
+        if mark is not None:
+            dataset.resume(mark, 3 * processes * max(workers, 1))
+        shard = IterableDatasetShard(dataset, 3, num_processes=processes, process_index=rank)
+        return DataLoader(shard, 3, num_workers=workers, collate_fn=Collator(True))
+
+    whole = [list(loader(rank)) for rank in range(processes)]
+    for trained in (2, 5, len(whole[0]) - 1):
+        mark = saved(whole[0][trained - 1]["bookmark"])
+        for rank in range(processes):
+            again = list(loader(rank, mark))
+            assert len(again) == len(whole[rank])
+            for a, b in zip(again[trained:], whole[rank][trained:], strict=True):
+                assert torch.equal(a["input_ids"], b["input_ids"])
+                assert torch.equal(a["labels"], b["labels"])
+                assert torch.equal(a["cu_seqlens"], b["cu_seqlens"])
+
+
 def test_what_cannot_be_loaded(name, tmp_path):
     with pytest.raises(ValueError, match=r"dataset_split 'nowhere'\) cannot be loaded"):
         HubDocuments(name, split="nowhere")
@@ -116,3 +176,12 @@ def test_stream_with_files_held_out(name, tmp_path):
     assert stream(without, byte_tokenizer(), seed=0).held_out is None
     with pytest.raises(ValueError, match="stream needs streaming set to true"):
         stream(replace(arguments, streaming=False), byte_tokenizer(), seed=0)
+
+
+def test_import_does_not_load_what_only_some_need():
+    code = (
+        "import sys, flash_frac.data\n"
+        "print(*{'datasets', 'pyarrow', 'zstandard', 'accelerate'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -10,8 +10,8 @@ from torch import nn
 
 from flash_frac.data.tokenizer import byte_tokenizer
 from flash_frac.inspect import inspect_checkpoint, inspect_model, memory_statistics, write_report
-from flash_frac.inspect.figures import draw_layer
 from flash_frac.inspect.statistics import visit_layers
+from flash_frac.inspect.write import draw_layer
 from flash_frac.models import FracConfig, FracForCausalLM
 
 from .conftest import tiny

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flash_frac.train.flops import forward_flops
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -20,7 +21,6 @@ from flash_frac.models import (
     regrid,
 )
 from flash_frac.ops.testing import relative_error
-from flash_frac.train.flops import forward_flops
 from flash_frac.train.stateful import CarriedStates
 from tests.models.conftest import SIZES, make_model
 from tests.models.hybrids import LAYERS, OPTIONS, close, greedy_by_hand, make_hybrid, padded

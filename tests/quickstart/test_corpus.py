@@ -16,16 +16,6 @@ def test_content_is_the_one_that_numbers_were_measured_on():
     assert "PDDL" in corpus.FILE.with_name("SOURCE.txt").read_text()
 
 
-def test_counts():
-    addresses = corpus.load()
-    assert len(addresses) == 233 and sum(len(a.text.encode()) for a in addresses) == 10_761_158
-    assert addresses == sorted(addresses, key=lambda address: address.year)
-    assert (addresses[0].year, addresses[-1].year) == (1790, 2021)
-    assert addresses[0].text.startswith("Fellow-Citizens of the Senate")
-    # The byte that stands for the end of a document in the trigram.
-    assert not any("\0" in address.text for address in addresses)
-
-
 def test_split_is_by_year_and_disjoint():
     addresses = corpus.load()
     training, validation = corpus.split(addresses)

@@ -11,15 +11,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import load_recipe, train
-from flash_frac.train.consolidate import consolidate
+from flash_frac.train.checkpoint import consolidate
 from flash_frac.train.monitor import LOG_NAME, read_lines
+from tests.train.runs import finish, start_together
 
 STEPS = 5
 SHARDED = ["--fsdp", "--fsdp_config", '{"state_dict_type": "SHARDED_STATE_DICT"}']
 
 
 def run(processes, path, *arguments):
-    """`torchrun ... frac train`, on CPUs."""
+    """`frac train` in several processes, on CPUs."""
+    for process in start_together(processes, path, *arguments):
+        finish(process)
+
+
+def torchrun(processes, path, *arguments):
+    """The same by the command."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--standalone", "-m", "flash_frac.cli", "train", str(path), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -35,7 +42,7 @@ def logged(folder, name="loss"):
 def compare(write_recipe, tmp_path):
     """A function that trains with one process and with several, and compares the two."""
 
-    def compare(processes, *arguments, batch, whole=4, **changes):
+    def compare(processes, *arguments, batch, whole=4, run=run, **changes):
         path = write_recipe(max_steps=STEPS, save_steps=3, lr_scheduler_type="constant", **changes)
         one, many = tmp_path / "one", tmp_path / "many"
         size = "--per_device_train_batch_size"
@@ -53,9 +60,9 @@ def compare(write_recipe, tmp_path):
     return compare
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_data_parallel(compare, processes):
-    compare(processes, batch=4 // processes)
+@pytest.mark.parametrize(("processes", "way"), [(2, torchrun), (4, run)])
+def test_data_parallel(compare, processes, way):
+    compare(processes, batch=4 // processes, run=way)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -1,9 +1,6 @@
 """Runs that end too early, and go on: killed, stopped by an error, without room on the disk."""
 
 import json
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,36 +10,30 @@ from transformers import TrainerCallback
 from flash_frac.train import FracTrainer, load_recipe, train
 from flash_frac.train.checkpoint import CheckpointError, checkpoints, last_checkpoint
 from flash_frac.train.monitor import LOG_NAME, read_lines
-from tests.train.runs import assert_same_weights, losses, weights
-
-
-def start(path, *arguments):
-    command = [sys.executable, "-m", "flash_frac.cli", "train", str(path), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+from tests.train.runs import assert_same_weights, finish, losses, start, weights
 
 
 def kill_at(process, log, step):
     """Kill -9 as soon as the log shows a step."""
     deadline = time.time() + 120
     while not any(line["step"] >= step for line in read_lines(log)):
-        assert process.poll() is None and time.time() < deadline, process.communicate()
+        assert process.is_alive() and time.time() < deadline, process.output.read_text()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(write_recipe, tmp_path):
     path = write_recipe(max_steps=40, save_steps=7, gradient_accumulation_steps=2)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    reference = start(path, "--output_dir", str(whole))
-    victim = start(path, "--output_dir", str(killed))
+    reference = start(path, "--output_dir", whole)
+    victim = start(path, "--output_dir", killed)
     kill_at(victim, killed / LOG_NAME, 9)
     # What a death in the middle of a save would leave.
     (killed / ".saving" / "checkpoint-99").mkdir(parents=True, exist_ok=True)
     assert last_checkpoint(killed).name != "checkpoint-99"
-    again = start(path, "--output_dir", str(killed))
-    assert again.wait() == 0, again.communicate()
-    assert reference.wait() == 0, reference.communicate()
+    finish(start(path, "--output_dir", killed))
+    finish(reference)
     assert losses(killed) == losses(whole) and len(losses(whole)) == 40
     assert_same_weights(weights(killed), weights(whole))
     assert not (killed / ".saving").exists()
@@ -100,10 +91,11 @@ def test_resuming_a_hub_dataset_is_exact(
 ):
     """A folder stands for the hub: `datasets` reads both alike."""
     source = {"dataset_name": str(text_folder), "data_files": None, "streaming": streaming}
-    path = write_recipe(**source, separate_documents=True)
+    path = write_recipe(**source, separate_documents=True, sequence_length=256)
     train(load_recipe(path, ["--output_dir", str(tmp_path / "whole")]))
     outputs = ["--output_dir", str(tmp_path / "broken")]
     interrupted(monkeypatch, load_recipe(path, outputs), 5)
+    assert (tmp_path / "broken" / "checkpoint-4" / "stream.json").exists() == streaming
     result = train(load_recipe(path, outputs))
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert_same_weights(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
@@ -178,11 +170,12 @@ def test_files_that_cannot_grow(write_recipe, tmp_path):
     path, run = write_recipe(max_steps=2), tmp_path / "run"
     train(load_recipe(path))
     before = {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
-    command = f"ulimit -f 80; exec {sys.executable} -m flash_frac.cli train {path} --max_steps 4"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "checkpoint-4 could not be written" in done.stderr
-    assert f"last good checkpoint is {run / 'checkpoint-2'}" in done.stderr
+    process = start(path, "--max_steps", 4, file_size=80 * 1024)
+    process.join()
+    said = process.output.read_text()
+    assert process.exitcode == 1 and "Traceback" not in said
+    assert "checkpoint-4 could not be written" in said
+    assert f"last good checkpoint is {run / 'checkpoint-2'}" in said
     assert before == {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
     assert checkpoints(run) == [run / "checkpoint-2"] and not (run / ".saving").exists()
 
