@@ -8,7 +8,8 @@ from unittest import mock
 
 from flash_frac.cli import main
 from flash_frac.data import byte_tokenizer
-from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models import FracForCausalLM
+from tests.tiny import tiny_config
 
 
 class Done(NamedTuple):
@@ -35,15 +36,7 @@ def frac(*arguments):
 
 def make_checkpoint(folder):
     """A small model of bytes that never ends a text, so that there is always something to write."""
-    config = FracConfig(
-        vocab_size=259,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        frac_num_modes=4,
-        initializer_range=0.3,
-    )
-    model = FracForCausalLM(config)
+    model = FracForCausalLM(tiny_config(initializer_range=0.3))
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -8,19 +8,15 @@ from torch import nn
 
 from flash_frac.data import byte_tokenizer
 from flash_frac.evals.suites import Request, Unit
-from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models import FracForCausalLM
+from tests.tiny import tiny_config
 
 SAMPLES = Path(__file__).parent / "samples"
 
 
 def tiny_frac(**options):
     torch.manual_seed(0)
-    config = FracConfig(
-        **{"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2} | options,
-        num_attention_heads=2,
-        frac_num_modes=4,
-    )
-    model = FracForCausalLM(config)
+    model = FracForCausalLM(tiny_config(**options))
     # Away from the start, where nothing depends on the context.
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)

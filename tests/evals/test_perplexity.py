@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from flash_frac.data import StoreWriter, TokenStore
 from flash_frac.evals import bits_per_byte, loss_by_length, scored_tokens
 from flash_frac.models import FracConfig, FracForCausalLM
+from tests.tiny import tiny_config
 
 LENGTHS = [1, 4, 16, 64]
 
@@ -25,10 +26,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def model():
-    config = FracConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, frac_num_modes=4
-    )
-    model = FracForCausalLM(config).double()
+    model = FracForCausalLM(tiny_config(vocab_size=32)).double()
     # Away from the start, where nothing depends on the context.
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)

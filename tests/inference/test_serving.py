@@ -22,8 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flash_frac.inference.serving import serve
-from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models import FracForCausalLM
 from flash_frac.models.export import export
+from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
@@ -50,11 +51,10 @@ def letters_tokenizer():
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(0)
-    config = FracConfig(
+    config = tiny_config(
         vocab_size=99,
         hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        frac_num_modes=8,
         initializer_range=0.6,
         # Slow steps, or an answer would not depend on words before the last.
         frac_dt_max=0.05,

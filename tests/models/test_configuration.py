@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.recipes import find_config, installed_sizes
+from tests.tiny import tiny_config
 
 PARAMETERS = {
     "frac-1.3b": 1_385_075_808,
@@ -86,11 +87,8 @@ def test_the_papers_390m_has_48_layers():
 
 def test_pure_multiscale_bank():
     """The ablation that removes every fractional bias, as its switches."""
-    config = FracConfig(
-        vocab_size=16,
-        hidden_size=16,
+    config = tiny_config(
         num_hidden_layers=1,
-        num_attention_heads=2,
         frac_alpha_fixed=1.0,
         frac_read_prior=False,
         frac_write_prior=False,

@@ -12,6 +12,7 @@ from flash_frac.models.regridding import _interpolation, regrid
 from flash_frac.ops import ControlSettings, Dynamics
 from flash_frac.theory.banks import geometric_bank, named_bank
 from tests.models.conftest import make_model
+from tests.tiny import tiny_config
 
 TAU_MAX = 256.0
 MARK = 15
@@ -29,11 +30,9 @@ def recall(batch, time=48):
 def trained():
     """Nine modes a factor of 2 apart, after enough steps for the memory to matter."""
     torch.manual_seed(0)
-    config = FracConfig(
+    config = tiny_config(
         vocab_size=16,
         hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         frac_num_modes=9,
         frac_tau_max=TAU_MAX,
         initializer_range=0.2,

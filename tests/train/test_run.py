@@ -11,6 +11,7 @@ import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
 from flash_frac.train.monitor import LOG_NAME, read_lines
 from flash_frac.train.nonfinite import NotFiniteError
+from tests.tiny import tiny_config
 from tests.train.runs import losses
 
 
@@ -108,15 +109,10 @@ def test_a_number_that_is_none_ends_the_run(write_recipe, monkeypatch, tmp_path,
 
 
 def test_weight_decay_spares_what_carries_time():
-    from flash_frac.models import FracConfig, FracForCausalLM
+    from flash_frac.models import FracForCausalLM
 
-    config = FracConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        frac_learned_timescales=True,
-        tie_word_embeddings=False,
+    config = tiny_config(
+        num_hidden_layers=1, frac_learned_timescales=True, tie_word_embeddings=False
     )
     model = FracForCausalLM(config)
     decayed = set(decayed_parameters(model))
