@@ -26,6 +26,7 @@ from flash_frac.ops.control.reference import (
     Controls,
     ControlSettings,
     log_prior,
+    num_dynamics,
     split_dynamics,
 )
 
@@ -56,9 +57,8 @@ def triton_controls(inputs: ControlInputs, settings: ControlSettings) -> Control
     )
 
 
-@lru_cache(maxsize=64)
-def kernel_settings(settings: ControlSettings) -> tuple[Any, ...]:
-    """The settings as operators and kernels take them, less the prior: ranges and switches."""
+def kernel_settings(settings: ControlSettings) -> tuple[list[float], str]:
+    """The settings as operators take them, less the prior: ranges, and switches in one text."""
     s, free = settings, settings.alpha_fixed is None
     ranges = Ranges(
         dt_min=s.dt_min,
@@ -71,14 +71,22 @@ def kernel_settings(settings: ControlSettings) -> tuple[Any, ...]:
         log_rho_min=math.log(s.rho_eps) if s.rho_eps else MOST_DECAY,
         log_rho_max=math.log1p(-s.rho_eps),
     )
-    switches = (s.lambda_map, s.read_prior, s.write_prior, s.normalization, s.beta)
-    return (list(ranges), 3 if free else 2, *switches)
+    words = (num_dynamics(s), s.lambda_map, int(s.read_prior), int(s.write_prior))
+    return list(ranges), " ".join(map(str, (*words, s.normalization, s.beta)))
 
 
-def kernel_options(num_dynamics: int, *switches: Any) -> dict[str, Any]:
-    """The constants that `kernel_settings` stands for, by name."""
-    names = ("LAMBDA", "READ_PRIOR", "WRITE_PRIOR", "NORMALIZATION", "BETA")
-    return {"K": num_dynamics, **dict(zip(names, switches, strict=True))}
+@lru_cache(maxsize=64)
+def kernel_options(switches: str) -> dict[str, Any]:
+    """The constants of the kernels, by name, from the text of `kernel_settings`."""
+    num, lambda_map, read_prior, write_prior, normalization, beta = switches.split()
+    return {
+        "K": int(num),
+        "LAMBDA": lambda_map,
+        "READ_PRIOR": read_prior == "1",
+        "WRITE_PRIOR": write_prior == "1",
+        "NORMALIZATION": normalization,
+        "BETA": beta,
+    }
 
 
 def _launch(inputs: ControlInputs) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -106,22 +114,16 @@ def control_op(
     prior: Tensor | None,
     mask: Tensor | None,
     ranges: Sequence[float],
-    num_dynamics: int,
-    lambda_map: str,
-    read_prior: bool,
-    write_prior: bool,
-    normalization: str,
-    beta: str,
+    switches: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """read, write and log_decay (B, T, H, M), float32."""
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
     shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[0])
     outputs = ControlOutputs(*(rw.new_empty(shape, dtype=torch.float32) for _ in range(3)))
-    switches = (lambda_map, read_prior, write_prior, normalization, beta)
     grid, options = _launch(inputs)
     with torch.cuda.device_of(rw):
         control_forward_kernel[grid](
-            inputs, outputs, Ranges(*ranges), **options, **kernel_options(num_dynamics, *switches)
+            inputs, outputs, Ranges(*ranges), **options, **kernel_options(switches)
         )
     return tuple(outputs)  # pyright: ignore[reportReturnType]
 
@@ -146,12 +148,7 @@ def control_backward_op(
     prior: Tensor | None,
     mask: Tensor | None,
     ranges: Sequence[float],
-    num_dynamics: int,
-    lambda_map: str,
-    read_prior: bool,
-    write_prior: bool,
-    normalization: str,
-    beta: str,
+    switches: str,
     need_log_tau: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of dyn, rw, dt_bias, both gate logits, log_tau and prior, from those of the result.
@@ -159,7 +156,6 @@ def control_backward_op(
     That of both gates is one tensor (2,); those of log_tau not needed, and of no prior, are empty.
     """
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
-    switches = (lambda_map, read_prior, write_prior, normalization, beta)
     grid, options = _launch(inputs)
     num_programs, new = grid[0] * grid[1], log_tau.new_empty
     gradients = ControlGradients(
@@ -177,7 +173,7 @@ def control_backward_op(
             gradients,
             Ranges(*ranges),
             **options,
-            **kernel_options(num_dynamics, *switches),
+            **kernel_options(switches),
         )
     dlog_tau = new(0) if gradients.log_tau is None else gradients.log_tau.sum(0)
     dprior = new(0) if gradients.prior is None else gradients.prior

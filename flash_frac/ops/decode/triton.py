@@ -227,25 +227,19 @@ def control_step_op(
     gate_bias: float,
     skip: Tensor | None,
     ranges: Sequence[float],
-    num_dynamics: int,
-    lambda_map: str,
-    read_prior: bool,
-    write_prior: bool,
-    normalization: str,
-    beta: str,
+    switches: str,
 ) -> Tensor:
     """y, or z with a gate, (B, H, D) like u. All contiguous, but rows of the gate may be apart."""
     (batch, heads, channels), modes = u.shape, log_tau.shape[0]
     y = torch.empty_like(u)
     width = min(block_size(channels), STATE_CHANNELS)
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, None, mask)
-    switches = (lambda_map, read_prior, write_prior, normalization, beta)
     with torch.cuda.device_of(u):
         control_step_kernel[(ceil_div(channels, width), heads, batch)](
             u, inputs, state, GateInputs(gate, skip), y, Ranges(*ranges),
             H=heads, M=modes, D=channels,
             stride_gate=0 if gate is None else gate.stride(0), gate_bias=gate_bias,
-            **kernel_options(num_dynamics, *switches),
+            **kernel_options(switches),
             BM=block_size(modes, smallest=1), BD=width, num_warps=1,
         )  # fmt: skip
     return y
