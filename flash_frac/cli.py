@@ -35,10 +35,10 @@ def train(
         typer.Argument(help="Name of an installed recipe, such as small, or a YAML file."),
     ],
 ) -> None:
-    """Train by a recipe, or go on with its run: frac train RECIPE [--any_training_argument VALUE].
+    """Train by a recipe, or resume its run: frac train RECIPE [--any_training_argument VALUE].
 
-    Any field of transformers.TrainingArguments, and of the model and data fields of
-    docs/training.md, is taken from the recipe or the command line, which has the last word.
+    The recipe and the command line, which has the last word, take every field of
+    transformers.TrainingArguments and the fields for model and data in docs/training.md.
     """
     require("accelerate", "train", "frac train")
     from flash_frac.train import load_recipe
@@ -328,9 +328,9 @@ def bench(
 
 @app.command()
 def doctor(
-    quick: Annotated[bool, typer.Option(help="Leave out what takes longer.")] = False,
+    quick: Annotated[bool, typer.Option(help="Leave out the longer checks.")] = False,
 ) -> None:
-    """Look whether everything works on this machine; says what to do if not."""
+    """Check that everything works on this machine, and say what to do if not."""
     from flash_frac.doctor import doctor as examine
 
     raise typer.Exit(examine(quick=quick))

@@ -60,7 +60,7 @@ def test_a_whole_examination(tmp_path, monkeypatch):
         assert "float32" in found and "bfloat16" in found
     assert f"torch {torch.__version__}" in named(report, "versions")[0].found
     assert "tokens/s forward" in named(report, "speed")[0].found
-    assert str(report).splitlines()[-1] == "nothing is wrong"
+    assert str(report).splitlines()[-1] == "No problems found."
 
 
 def test_a_quick_one_is_a_part_of_it():
@@ -75,7 +75,7 @@ def test_a_scan_off_by_a_thousandth_is_found(broken_scan, monkeypatch, capsys):
     monkeypatch.setattr(doctor.secrets, "randbits", lambda bits: SEED)
     assert doctor.doctor(quick=True) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "wrong: scan (torch), packed scan (torch), model"
+    assert lines[-1] == "Wrong: scan (torch), packed scan (torch), model."
     assert any(line.startswith("wrong    scan (torch)") for line in lines)
     assert "\x1b" not in "".join(lines)
 
@@ -83,8 +83,8 @@ def test_a_scan_off_by_a_thousandth_is_found(broken_scan, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda y: y + 1e-3, "y in float32 is off by"),
-        (lambda y: y * math.nan, "y in float32 is off by nan"),
+        (lambda y: y + 1e-3, "y in float32 differs from float64 by"),
+        (lambda y: y * math.nan, "y in float32 differs from float64 by nan"),
         (lambda y: y[:, :-1], "ValueError|RuntimeError|shape"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_comes_back_changed(monkeypatch):
         ({"triton": "3.7.0"}, "warning", "fla issue 640"),
         ({"triton": "3.7.0", "capability": (8, 0)}, "ok", "none"),
         ({"triton": "3.3.1"}, "ok", "none"),
-        ({"torch_cuda": None, "capability": None}, "warning", "built for CPUs alone"),
+        ({"torch_cuda": None, "capability": None}, "warning", "built for CPUs only"),
         ({"capability": None}, "warning", "sees no GPU"),
         ({"capability": None, "nvidia_smi": False}, "ok", "none"),
         ({"interpreted": True}, "warning", "bfloat16 is wrong"),
@@ -182,7 +182,8 @@ def test_versions_below_the_minimum(monkeypatch):
     fake_versions(monkeypatch, torch="2.7.1+cu126", transformers="4.57.0")
     (finding,) = machine.requirements()
     assert finding.status == "wrong"
-    assert "torch 2.7.1+cu126 where torch>=" in finding.found and "transformers" in finding.found
+    assert "found torch 2.7.1+cu126, but torch>=" in finding.found
+    assert "transformers" in finding.found
     assert finding.remedy.startswith("pip install 'torch>=")
 
 
@@ -197,10 +198,10 @@ def test_missing_packages(monkeypatch):
 
 def test_why_a_backend(monkeypatch):
     operators = ", ".join([*OPERATORS, "loss"])
-    expected = f"auto runs torch for {operators}: there is no CUDA device"
+    expected = f"backend='auto' runs torch for {operators}, because there is no CUDA device"
     assert machine.backend("cpu")[0].found == expected
     monkeypatch.setitem(BACKENDS, "triton", Backend(chunk_scan, step, lambda u: None))
-    expected = f"auto runs triton for {operators}: TRITON_INTERPRET is set"
+    expected = f"backend='auto' runs triton for {operators}, because TRITON_INTERPRET is set"
     assert machine.backend("cpu")[0].found == expected
 
 

@@ -1,7 +1,7 @@
 """From `DataArguments` to token stores, made once and found again.
 
-A cache entry is a folder named by a hash of all that decides on its tokens. It is written beside
-its place and moved there when it is whole, so what can be seen can be read.
+A cache entry is a folder named by a hash of everything that decides on its tokens. It is written
+under another name and renamed when it is complete, so an entry that exists can be read.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class HubDocuments:
         self.name = name
         self.text_field = text_field
         self._dataset = _load(name, config, split, streaming)
-        # A stream may not know its columns; then the first row tells.
+        # A stream may not know its columns; then they are checked at its first row.
         self._check_column(self._dataset.column_names)
         self.num_rows: int | None = None if streaming else self._dataset.num_rows
         self._fingerprint: str | None = None if streaming else self._dataset._fingerprint

@@ -169,7 +169,7 @@ def _jsonl(path: Path, file: IO[bytes], text_field: str) -> Iterator[str]:
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{where}: malformed JSON ({error}); expected one object on each line, such as "
-                f'{{"{text_field}": "..."}}: mend or drop the line'
+                f'{{"{text_field}": "..."}}: correct or drop the line'
             ) from error
         if not isinstance(row, dict):
             raise ValueError(
@@ -183,7 +183,7 @@ def _jsonl(path: Path, file: IO[bytes], text_field: str) -> Iterator[str]:
         if ("\\ud" in content or "\\uD" in content) and _has_surrogates(text):
             raise ValueError(
                 f"{where}: the field {text_field!r} holds half of a surrogate pair (\\ud...), "
-                "which is no letter: mend or drop the line"
+                "which is no letter: correct or drop the line"
             )
         yield text
 

@@ -111,7 +111,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """ValueError when a token of the tokenizer has no place in a model of `vocab_size` tokens.
+    """ValueError when a token of the tokenizer does not fit a model of `vocab_size` tokens.
 
     Example: `check_vocabulary(byte_tokenizer(), 264)`
     """

@@ -1,4 +1,4 @@
-"""What this machine has, and whether flash_frac computes rightly on it: `frac doctor`."""
+"""`frac doctor`: what this machine has, and whether flash_frac computes correctly on it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 __all__ = ["Finding", "Report", "doctor", "examine"]
 
-# How every remedy ends for what should not be: there is nothing that a user can mend.
+# The remedy for errors that a user cannot fix.
 REPORT_IT = "report it with all of this output"
 _STATUS, _NAME = 9, 28
 
 
 class Finding(NamedTuple):
-    """One thing looked at: how it is, what was found, and what to do about it, if anything."""
+    """The result of one check, and what to do about it, if anything."""
 
     name: str
     status: Literal["ok", "warning", "wrong"]
@@ -47,12 +47,12 @@ class Report:
         return tuple(finding.name for finding in self.findings if finding.status == "wrong")
 
     def __str__(self) -> str:
-        last = f"wrong: {', '.join(self.wrong)}" if self.wrong else "nothing is wrong"
+        last = f"Wrong: {', '.join(self.wrong)}." if self.wrong else "No problems found."
         return "\n".join([*map(str, self.findings), "", last])
 
 
 def examine(*, quick: bool = False, seed: int | None = None) -> Report:
-    """Look at this machine and check the operators on it. Nothing raises: an error is a finding.
+    """Check this machine and the operators on it. Nothing raises: an error is a finding.
 
     Args:
         quick: leave out the longer inputs and the speed.
@@ -66,7 +66,7 @@ def examine(*, quick: bool = False, seed: int | None = None) -> Report:
 
 
 def doctor(*, quick: bool = False) -> int:
-    """Print an examination as it goes on; 1 if something is wrong, else 0."""
+    """Print each finding as it comes; return 1 if something is wrong, else 0."""
     import typer
 
     findings = []
@@ -102,10 +102,10 @@ def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
         looks[:0] = operators.checks(device, seed, quick=quick)
         return []
 
-    # A backend that cannot even be asked, such as a Triton that does not load, is a finding too.
+    # A backend that cannot be queried, such as a Triton that does not load, is a finding too.
     yield from _safely("operators", list_operators)
     for name, look in looks:
-        # Small inputs, for which threads of a busy machine would only wait for each other.
+        # Inputs are small, and on a busy machine threads would only wait for each other.
         with model.threads(1):
             found = _safely(name, look)
         yield from found
@@ -116,7 +116,7 @@ def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
 def _safely(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
-    # Whatever a check stumbles over is what this command is there to tell.
+    # Any error at all is what this command is there to report.
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        return [Finding(name, "wrong", what, f"mend what it says, or {REPORT_IT}")]
+        return [Finding(name, "wrong", what, f"fix what the message says, or {REPORT_IT}")]

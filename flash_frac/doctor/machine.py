@@ -1,4 +1,4 @@
-"""What there is: versions, requirements, the device, the backend, and known problems of them."""
+"""Versions, requirements, device, backend, and known problems of their combinations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "numpy
 
 
 def versions() -> list[Finding]:
-    """Of all that a result depends on."""
-    ours = f"flash_frac {flash_frac.__version__} ({git_commit() or 'outside a repository'})"
+    """The versions of everything that a result depends on."""
+    ours = f"flash_frac {flash_frac.__version__} ({git_commit() or 'no git commit'})"
     others = (f"{name} {version_of(name) or 'not installed'}" for name in _PACKAGES)
     found = ", ".join([ours, f"python {platform.python_version()}", *others])
     return [Finding("versions", "ok", found)]
@@ -32,8 +32,8 @@ def requirements() -> list[Finding]:
     from packaging.requirements import Requirement
 
     if version_of("flash-frac") is None:
-        found = "not known: this is not an installed package but its sources"
-        return [Finding("requirements", "warning", found, "in the sources: pip install -e .")]
+        found = "unknown: flash-frac runs from its sources and is not installed"
+        return [Finding("requirements", "warning", found, "in its folder: pip install -e .")]
     absent: dict[str, list[str]] = {}
     bad: list[tuple[str, str]] = []
     for line in importlib.metadata.requires("flash-frac") or []:
@@ -48,14 +48,14 @@ def requirements() -> list[Finding]:
             bad.append((f"{wanted.name} {version}", f"{wanted.name}{wanted.specifier}"))
     bad += [(f"no {name}", name) for name in absent.pop("", [])]
     if bad:
-        found = ", ".join(f"{had} where {needed} is needed" for had, needed in bad)
+        found = ", ".join(f"found {had}, but {needed} is needed" for had, needed in bad)
         remedy = "pip install " + " ".join(f"'{needed}'" for _, needed in bad)
         return [Finding("requirements", "wrong", found, remedy)]
     if not absent:
-        return [Finding("requirements", "ok", "met, with all extras")]
+        return [Finding("requirements", "ok", "installed, with all extras")]
     found = "; ".join(f"{extra} ({', '.join(names)})" for extra, names in absent.items())
     remedy = f"if you need them: pip install 'flash-frac[{','.join(absent)}]'"
-    return [Finding("requirements", "ok", f"met; extras not installed: {found}", remedy)]
+    return [Finding("requirements", "ok", f"installed; without the extras {found}", remedy)]
 
 
 def device() -> list[Finding]:
@@ -89,12 +89,13 @@ def backend(device: str) -> list[Finding]:
         why = refusal if device == "cuda" else "there is no CUDA device"
     found = "; ".join(f"{name} for {', '.join(names)}" for name, names in chosen.items())
     missing = device == "cuda" and version_of("triton") is None
-    remedy = "pip install triton, for kernels that are several times as fast" if missing else ""
-    return [Finding("backend", "warning" if missing else "ok", f"auto runs {found}: {why}", remedy)]
+    remedy = "for kernels that are several times as fast: pip install triton" if missing else ""
+    found = f"backend='auto' runs {found}, because {why}"
+    return [Finding("backend", "warning" if missing else "ok", found, remedy)]
 
 
 class Facts(NamedTuple):
-    """What known problems depend on; None for what is not there."""
+    """What known problems depend on; None for what is not installed."""
 
     torch_cuda: str | None
     triton: str | None
@@ -105,7 +106,7 @@ class Facts(NamedTuple):
 
 
 def facts() -> Facts:
-    """Those of this machine."""
+    """The facts of this machine."""
     there = torch.cuda.is_available()
     return Facts(
         torch_cuda=torch.version.cuda or torch.version.hip,
@@ -128,20 +129,20 @@ def known_problems(here: Facts) -> list[Finding]:
 
     triton = Version(here.triton) if here.triton else None
     if here.nvidia_smi and here.torch_cuda is None:
-        found = "this torch is built for CPUs alone, but nvidia-smi is here, so maybe a GPU"
+        found = "torch is built for CPUs only, but nvidia-smi is installed, so there may be a GPU"
         add("warning", found, "install a torch for CUDA (pytorch.org has the command)")
     elif here.nvidia_smi and here.capability is None:
-        found = f"torch is built for CUDA {here.torch_cuda} and nvidia-smi is here, but it sees no "
-        found += "GPU"
-        add("warning", found, "see whether nvidia-smi lists one, and update its driver")
+        found = f"torch is built for CUDA {here.torch_cuda} and nvidia-smi is installed, but torch "
+        found += "sees no GPU"
+        add("warning", found, "check that nvidia-smi lists a GPU, and update its driver")
     hopper = here.capability is not None and here.capability[0] == 9
     if hopper and triton and Version("3.4") <= triton <= Version("3.7.0"):
         found = f"Triton {triton} on Hopper: tl.trans of an accumulator fed to tl.dot gives wrong "
-        found += "numbers (fla issue 640). Kernels of flash_frac are checked below; of fla not"
+        found += "numbers (fla issue 640). flash_frac's kernels are checked below, fla's are not"
         add("warning", found, "if you use fla too: pip install 'triton>=3.7.1'")
     if here.interpreted:
         found = "TRITON_INTERPRET is set: kernels run in Triton's interpreter, slowly. Its "
-        found += "bfloat16 is wrong, so all but float32 is left to the torch backend"
+        found += "bfloat16 is wrong, so the torch backend computes everything but float32"
         add("warning", found, "unset TRITON_INTERPRET, except to test kernels")
         if triton and triton < Version("3.5") and Version(here.numpy or "0").major >= 2:
             found = f"the interpreter of Triton {triton} does not run with numpy {here.numpy}"

@@ -1,4 +1,4 @@
-"""A tiny model in all the ways it is run, and the speed of one layer."""
+"""A tiny model in every way it can run, and the speed of one layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, LENGTH, MODELS = 8, 40, 4
 
 
 def check(device: str, seed: int) -> list[Finding]:
-    """Logits in parallel, token by token and packed, against float64; and a checkpoint's way back.
+    """Parallel, token-by-token and packed logits against float64; and a saved and reloaded model.
 
     Each is off from float64 by at most 2 (error of the recurrence in float32 + a rounding), root
     mean squares over several models.
@@ -51,15 +51,15 @@ def check(device: str, seed: int) -> list[Finding]:
         rows.append([relative_error(logits, exact) for logits in got])
     *means, plain = torch.tensor(rows).square().mean(0).sqrt().tolist()
     allowed = 2 * (plain + torch.finfo(torch.float32).eps / 2)
-    ways = dict(zip(("in parallel", "token by token", "packed"), means, strict=True))
+    ways = dict(zip(("parallel", "token by token", "packed"), means, strict=True))
     # Not `> allowed`, so that NaN is wrong.
     wrong = [f"{name} {error:.1e}" for name, error in ways.items() if not error <= allowed]
     if wrong:
-        found = f"logits are off from float64, {', '.join(wrong)}, where {allowed:.1e} is allowed "
-        remedy = f"see which operator is wrong above; if none, {REPORT_IT}"
+        found = f"logits differ from float64 by more than {allowed:.1e}: {', '.join(wrong)} "
+        remedy = f"see which operator is wrong above; if none is, {REPORT_IT}"
         return [Finding("model", "wrong", f"{found}(seed {seed})", remedy), *reload]
-    found = "logits in parallel, token by token and packed agree with float64; error "
-    found += f"{max(means):.1e}, {max(means) / allowed:.2f} of what is allowed"
+    found = "parallel, token-by-token and packed logits agree with float64: "
+    found += f"error {max(means):.1e}, {max(means) / allowed:.0%} of the tolerance"
     return [Finding("model", "ok", found), *reload]
 
 
@@ -99,8 +99,8 @@ def _reload(model: nn.Module, ids: Tensor) -> Finding:
         if shown:
             logging.enable_progress_bar()
     if torch.equal(loaded(ids).logits, model(ids).logits):
-        return Finding("checkpoint", "ok", "saved and loaded, it gives the same logits to the bit")
-    what = "a model that was saved and loaded gives other logits"
+        return Finding("checkpoint", "ok", "a saved and reloaded model gives identical logits")
+    what = "a saved and reloaded model gives other logits"
     return Finding(
         "checkpoint", "wrong", what, f"update safetensors and transformers, or {REPORT_IT}"
     )
@@ -108,7 +108,7 @@ def _reload(model: nn.Module, ids: Tensor) -> Finding:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """That many threads of torch on a CPU, until the end of the block."""
+    """Let torch use this many threads on a CPU within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -118,7 +118,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def speed(device: str) -> list[Finding]:
-    """Tokens a second of one layer, forward and with backward: of both backends, or all threads."""
+    """Tokens/s of one layer: of each backend on a GPU; with one and with all threads on a CPU."""
     if device == "cuda":
         backends = [b for b in ("triton", "torch") if torch.bfloat16 in dtypes_of(b, device)]
         rates = {name: _rates(name, device, torch.bfloat16, 2048, 8192) for name in backends}
@@ -135,14 +135,14 @@ def speed(device: str) -> list[Finding]:
     found = "one layer of width 256, 512 tokens, float32: " + _shown(rates)
     single, *more = rates.values()
     if more and more[0][1] < single[1] / 2:
-        remedy = "more threads are slower, as on a busy machine; set OMP_NUM_THREADS=1"
+        remedy = "threads slow each other down, as on a busy machine: set OMP_NUM_THREADS=1"
         return [Finding("speed", "warning", found, remedy)]
     return [Finding("speed", "ok", found)]
 
 
 def _shown(rates: dict[str, tuple[float, float]]) -> str:
     return "; ".join(
-        f"{name} {forward:,.0f} tokens/s forward, {both:,.0f} with backward"
+        f"{name}: {forward:,.0f} tokens/s forward, {both:,.0f} with backward"
         for name, (forward, both) in rates.items()
     )
 

@@ -127,13 +127,13 @@ def check(
             allowed = 2 * (theirs + rounding)
             # Not the other way round, so that NaN is wrong.
             if not mine <= allowed:
-                what = f"{result} in {_short(dtype)} is off by {mine:.1e} from float64, where "
-                what += f"{allowed:.1e} is allowed (seed {seed})"
-                remedy = f"do not use backend={backend!r} here; update torch and triton, and if "
-                return [Finding(name, "wrong", what, f"{remedy}it stays, {REPORT_IT}")]
+                what = f"{result} in {_short(dtype)} differs from float64 by {mine:.1e}; the "
+                what += f"tolerance is {allowed:.1e} (seed {seed})"
+                remedy = f"do not use backend={backend!r} on this machine; update torch and triton;"
+                return [Finding(name, "wrong", what, f"{remedy} if it stays, {REPORT_IT}")]
             worst, largest = max(worst, mine / allowed), max(largest, mine)
-        shown.append(f"{_short(dtype)} {largest:.1e}")
-    found = f"largest error {', '.join(shown)}; {worst:.2f} of what is allowed"
+        shown.append(f"{largest:.1e} in {_short(dtype)}")
+    found = f"error {', '.join(shown)}; {worst:.0%} of the tolerance"
     return [Finding(name, "ok", found)]
 
 

@@ -44,8 +44,8 @@ class Fit:
         first, last: the longest range of lags, by last / first, in which R and the law are nowhere
             apart by more than the factor asked for; both None if there is none.
         decades: log10(last / first); 0 if there is none.
-        stretch: where the same kind of law, fitted anew, reaches farthest; it tells more than the
-            range above when a law holds over some lags only. None if no three lags have one.
+        stretch: where the same kind of law, fitted to it alone, reaches farthest; it says more than
+            the range above when a law holds over some lags only. None if no three lags have one.
     """
 
     kind: str

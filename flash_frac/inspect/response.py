@@ -81,7 +81,7 @@ def impulse_response(
     Args:
         controls: read, write and log_decay, (B, T, H, M) each; sums are made in float64.
         lags: (L,) integers in [0, T).
-        max_sources: of each row and lag, the mean is over at most so many source tokens, which
+        max_sources: source tokens of each row and lag over which the mean is taken, at most; it
             bounds the work to B L max_sources H M exponentials.
 
     Example: `impulse_response(mixer.controls(inner_x, u), log_spaced_lags(u.shape[1]))`

@@ -40,7 +40,7 @@ def write_report(report: MemoryReport, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = report.as_dict()
-    # NaN is no JSON: it would be found here and not in a browser.
+    # NaN is no JSON: better an error now than in a browser.
     text = json.dumps(numbers, allow_nan=False, separators=(",", ":"))
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     page = folder / "index.html"
@@ -119,11 +119,11 @@ def draw_layer(path: str | Path, report: MemoryReport, layer: int) -> None:
     seen = report.layers[layer]
     with figure_at(path, (11.0, 3.6), [1.5, 1, 1]) as (figure, axes):
         _responses(axes[0], report, layer)
-        for place, name in zip(axes[1:], ("read", "write"), strict=True):
+        for panel, name in zip(axes[1:], ("read", "write"), strict=True):
             shares = np.array([getattr(head, f"{name}_share") for head in seen.heads])
             modes = f"mode, tau {seen.tau[0]:,.3g} to {seen.tau[-1]:,.0f} tokens"
-            _heat(figure, place, shares, modes, "head", log=True)
-            place.set_title(f"Share of {name} by mode")
+            _heat(figure, panel, shares, modes, "head", log=True)
+            panel.set_title(f"Share of {name} by mode")
 
 
 def draw_alpha(path: str | Path, report: MemoryReport) -> None:
@@ -204,13 +204,13 @@ def _heat(
     shades = colours.LinearSegmentedColormap.from_list("shades", SHADES)
     norm = None
     if log and values.max() > 0:
-        # Down to where the eye and the colours have nothing left to tell.
+        # Below that, colours cannot be told apart.
         low = max(values.min(), 1e-5 * values.max())
         values, norm = np.maximum(values, low), colours.LogNorm(low, max(values.max(), 1.01 * low))
     mesh = axes.pcolormesh(values, cmap=shades, norm=norm, edgecolors="white", linewidth=0.3)
     for axis, count in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
-        places = np.arange(0, count, max(1, count // 8))
-        axis.set_ticks(places + 0.5, [str(place) for place in places])
+        ticks = np.arange(0, count, max(1, count // 8))
+        axis.set_ticks(ticks + 0.5, [str(tick) for tick in ticks])
     axes.invert_yaxis()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.tick_params(length=0)

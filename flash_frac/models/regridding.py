@@ -1,6 +1,6 @@
 """Give a trained model another bank of timescales: a longer memory, or a smaller state.
 
-A layer owns its timescales in two places: `base_log_tau` (M,), and the rows of `rw_proj`, which
+A layer has its timescales in two tensors: `base_log_tau` (M,), and the rows of `rw_proj`, which
 give each mode of each head its read and its write logit. `regrid` sets new timescales tau' and
 takes the rows of the new modes from the old ones, linear in log tau between neighbours and constant
 beyond the ends; a mode at an old timescale keeps its row. Everything else is copied.
@@ -208,8 +208,8 @@ def _new_bank(
         )
     if kind != "geometric" and not (tau_max is None and tau_min is None):
         raise ValueError(
-            f"tau_max and tau_min are of a geometric bank, got them beside bank={bank!r}; leave "
-            "them out, or pass bank='geometric'"
+            f"tau_max and tau_min are of a geometric bank, got them with bank={bank!r}; leave them "
+            "out, or pass bank='geometric'"
         )
     if num_modes is None and bank is not None and kind != "geometric":
         num_modes = len(named_bank(kind)) if isinstance(kind, str) else len(kind)
@@ -322,7 +322,7 @@ def _compare(old: FracMixer, new: FracMixer, dyn: Dynamics) -> tuple[KernelChang
     lags = torch.cat([torch.zeros(1, dtype=torch.float64), lags])
     before, after = _kernel(old, dyn, lags), _kernel(new, dyn, lags)
     difference = (after - before).abs()
-    # Without prior and normalisation there is no kernel beside content, and no change of it.
+    # Without prior and normalisation there is no kernel apart from content, and no change of it.
     size = before[:, 0].where(before[:, 0] > 0, torch.ones_like(before[:, 0]))
     sup = difference.max(-1).values / size
     # The lag 0 is no point of the logarithmic grid.

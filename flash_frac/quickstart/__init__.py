@@ -1,7 +1,7 @@
 """`frac quickstart`: a small language model of bytes, trained in minutes on a CPU, and looked at.
 
 It learns presidents' addresses (`corpus`) by the project's trainer, from the recipe and the model
-configuration beside this file, and is held against a trigram model on later addresses, at contexts
+configuration in this folder, and is compared with a trigram model on later addresses, at contexts
 up to 64 times as long as in training.
 """
 

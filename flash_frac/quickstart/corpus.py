@@ -1,6 +1,6 @@
 """The text of the quickstart: 233 addresses of US presidents on the State of the Union, 1790-2021.
 
-`sotu.jsonl.xz` beside this file holds one line of JSON for each address, ordered by year:
+`sotu.jsonl.xz` in this folder holds one line of JSON for each address, ordered by year:
 {"year": 1790, "name": "George Washington", "text": "..."}. SOURCE.txt says where they come from.
 They are split by year, as a model will be used: on what comes after its training.
 """

@@ -79,7 +79,7 @@ def whole(
         clear_leftovers(output_dir)
         raise CheckpointError(
             f"{name} could not be written to {output_dir}: {error}. Make room; the last good "
-            f"checkpoint is {last or 'none'}, from which the same command goes on"
+            f"checkpoint is {last or 'none'}, from which the same command resumes"
         ) from error
     wait()
 

@@ -32,12 +32,12 @@ _SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "held-out loss {:.4f}",
     "eval_perplexity": "perplexity {:.2f}",
-    "grad_norm": "gradient {:.2f}",
-    "learning_rate": "lr {:.2e}",
+    "grad_norm": "gradient norm {:.2f}",
+    "learning_rate": "learning rate {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
-    "peak_memory_gib": "peak {:.1f} GiB",
-    "memory/horizon": "memory horizon {:.1f} tokens",
+    "peak_memory_gib": "peak memory {:.1f} GiB",
+    "memory/horizon": "mean memory horizon of the layers {:.1f} tokens",
 }
 
 

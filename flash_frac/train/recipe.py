@@ -67,7 +67,7 @@ class FracTrainingArguments(TrainingArguments):
         default=1, metadata={"help": "Ranks that share each sequence; divides their number."}
     )
     memory_law_steps: int = field(
-        default=100, metadata={"help": "Log the memory law every so many steps; 0 for never."}
+        default=100, metadata={"help": "Steps between logs of the memory law; 0 for none."}
     )
     peak_tflops: float | None = field(
         default=None, metadata={"help": "The device's matrix rate for MFU, where it is not known."}
@@ -141,7 +141,7 @@ class Recipe:
         }
 
 
-# Fields that cannot stand beside one from the command line, which has the last word.
+# Fields of the recipe that are dropped if the command line gives the one on the left.
 _REPLACES = {
     "data_files": ("dataset_name", "dataset_config", "streaming"),
     "dataset_name": ("data_files",),

@@ -31,7 +31,7 @@ from flash_frac.train.recipe import ModelArguments, Recipe
 from flash_frac.train.trainer import AlreadyTrained, FracTrainer
 
 RUN_NAME = "run.json"
-# A stream may have no end: so many of its held-out sequences are evaluated on.
+# Held-out sequences to evaluate on where text is streamed, which may have no end.
 STREAMED_HELD_OUT = 128
 # Settings that decide which sequences a step sees, and those that make the model: a run goes on
 # with the same ones only. Trainer changes use_cache, which is of no consequence here.
@@ -88,6 +88,7 @@ def train(recipe: Recipe) -> TrainResult:
     if args.should_save:
         checkpoints.clear_leftovers(output_dir)
         _write_run(recipe, model, output_dir / RUN_NAME)
+        print(_describe(model, splits, output_dir, resume), flush=True)
     with contextlib.suppress(AlreadyTrained):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
@@ -99,6 +100,18 @@ def train(recipe: Recipe) -> TrainResult:
     return TrainResult(
         trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
     )
+
+
+def _describe(model: FracForCausalLM, splits: Any, output_dir: Path, resume: Path | None) -> str:
+    """What begins, for the console."""
+    lines = [f"Model: {model.num_parameters():,} parameters"]
+    for name, store in (("Training text", splits.train), ("Held out", splits.held_out)):
+        # A stream counts neither.
+        if hasattr(store, "num_tokens"):
+            documents = f"{store.num_documents:,} document{'s' * (store.num_documents != 1)}"
+            lines.append(f"{name}: {store.num_tokens:,} tokens in {documents}")
+    lines.append(f"Resuming from {resume}" if resume else f"New run in {output_dir}")
+    return "\n".join(lines)
 
 
 def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
@@ -184,13 +197,13 @@ def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | No
     if changed:
         raise ValueError(
             f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}): choose "
-            f"another output_dir, or say --resume_from_checkpoint {last} to go on nevertheless"
+            f"another output_dir, or resume it all the same with --resume_from_checkpoint {last}"
         )
     return last
 
 
 def _order(recipe: Recipe) -> dict[str, Any]:
-    """The settings beside the model's that decide which sequences it sees in which step."""
+    """All settings but the model's that decide which sequences it sees in which step."""
     data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k != "cache_dir"}
     args = recipe.training
     fixed = {name: getattr(args, name) for name in _FIXED}

@@ -1,8 +1,9 @@
 """FracTrainer: Hugging Face's Trainer with what a Frac model and a dependable run need.
 
-Beside Trainer's own: an order of batches that resumes exactly, checkpoints that are never half
+It adds to Trainer: an order of batches that resumes exactly, checkpoints that are complete or not
 there, states carried between batches, sequences shared among ranks, a loss over exactly the
-held-out tokens, speed and memory law in the logs, an end at the first number that is not finite.
+held-out tokens, speed and memory law in the logs, and an error at the first number that is not
+finite.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class AlreadyTrained(Exception):
 
 
 class _Course(TrainerCallback):
-    """Tells the order of batches which epoch begins; accelerate does not reach it on resuming.
+    """Sets the epoch of the sampler, which accelerate does not do on resuming.
 
-    And ends a run that is complete before its first step; Trainer would make one more.
+    It also ends a run that is complete already, before its first step: Trainer would make one more.
     """
 
     def __init__(self, trainer: FracTrainer) -> None:
@@ -382,7 +383,7 @@ class FracTrainer(Trainer):
 
 
 def _context(size: int, rank: int) -> tuple[Any, tuple[int, int]]:
-    """The group of ranks that share this one's sequences, and (place in it, size)."""
+    """The group of ranks that share this one's sequences, and (rank in it, size)."""
     if size == 1:
         return None, (0, 1)
     # Every process must make every group, in the same order.

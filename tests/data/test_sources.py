@@ -65,7 +65,11 @@ def test_blank_documents_are_skipped(tmp_path):
 
 
 BROKEN = {
-    "malformed JSON": (".jsonl", b'{"text": "a"}\n\n{"text": \n', r"line 3: malformed JSON.*mend"),
+    "malformed JSON": (
+        ".jsonl",
+        b'{"text": "a"}\n\n{"text": \n',
+        r"line 3: malformed JSON.*correct or drop the line",
+    ),
     "no object": (".jsonl", b'{"text": "a"}\n["b"]\n', r"line 2: expected a JSON object.*list"),
     "no field": (".jsonl", b'{"text": "a"}\n{"body": 1}', r"line 2: no field 'text' \(there: body"),
     "no string": (".jsonl", b'{"text": null}', r"line 1: .*'text' must be text, got NoneType"),

@@ -1,6 +1,7 @@
 """Runs from recipe to checkpoint: what they leave, what they learn, how they end."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,10 +10,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
-from flash_frac.train.monitor import LOG_NAME, read_lines
+from flash_frac.train.monitor import LOG_NAME, describe, read_lines
 from flash_frac.train.nonfinite import NotFiniteError
 from tests.tiny import tiny_config
 from tests.train.runs import losses
+
+
+def test_what_a_run_says_at_its_start(write_recipe, tmp_path, capsys):
+    for steps, last in ((2, f"New run in {tmp_path}/run"), (3, "Resuming from .*/checkpoint-2")):
+        result = train(load_recipe(write_recipe(max_steps=steps, eval_strategy="no")))
+        model, text, held_out, beginning = capsys.readouterr().out.splitlines()
+        assert model == f"Model: {result.model.num_parameters():,} parameters"
+        store = result.splits.train
+        counts = f"{store.num_tokens:,} tokens in {store.num_documents} documents"
+        assert text == f"Training text: {counts}" and held_out.startswith("Held out: ")
+        assert re.fullmatch(last, beginning)
+
+
+def test_console_lines():
+    logs = {"loss": 2.5, "grad_norm": 0.125, "learning_rate": 3e-3, "tokens_per_second": 1234.5}
+    line = "step 7: loss 2.5000, gradient norm 0.12, learning rate 3.00e-03, 1,234 tokens/s"
+    assert describe(7, logs) == line
+    assert describe(7, {"epoch": 1.0}) is None
 
 
 def test_what_a_run_leaves(write_recipe, tmp_path):
