@@ -80,7 +80,8 @@ def test_auto_runs_torch_and_says_so(case, launched, caplog):
 def test_auto_runs_the_kernels_where_it_can(launched):
     conv(4)("auto")
     norm(normal(1, 8), normal(8), 1e-6)
-    assert launched == ["conv_forward_kernel", "norm_forward_kernel"]
+    scan(torch.float32)("auto")
+    assert launched[:3] == ["conv_forward_kernel", "norm_forward_kernel", "mix_kernel"]
 
 
 def test_a_masked_convolution_runs_the_kernel(launched):

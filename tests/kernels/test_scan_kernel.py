@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_frac.ops import frac_scan, frac_step, resolve_backend
+from flash_frac.ops import frac_scan, frac_step
 from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.scan.step import step_op
 from flash_frac.ops.scan.triton import scan_op
@@ -149,7 +149,3 @@ def test_opcheck():
     torch.library.opcheck(scan_op.registered, (*inputs, None, None))
     token = [x[:, 0].detach().contiguous() for x in inputs]
     torch.library.opcheck(step_op.registered, (*(x.requires_grad_() for x in token), state))
-
-
-def test_auto_takes_the_kernels():
-    assert resolve_backend("auto", torch.zeros(1, device=DEVICE)) == "triton"

@@ -172,7 +172,7 @@ def assert_untouched(operator, backend, sizes, touched, *, states=(), **options)
 
 
 def check_causality(operator, backend):
-    for t in (1, 33, T - 1):
+    for t in (1, 40):
         assert_untouched(operator, backend, (1, T, 1), torch.arange(T) >= t)
 
 
@@ -223,7 +223,7 @@ def test_causality(operator, backend):
     check_causality(operator, backend)
 
 
-LENGTHS = [(70,), (1,) * 9, (0, 40, 0, 0, 1, 16, 17, 0), (300, 3, 1, 33), (0,), (0, 0)]
+LENGTHS = [(70,), (1,) * 9, (0, 40, 0, 0, 1, 16, 17, 0), (260, 3, 1, 33), (0,), (0, 0)]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
