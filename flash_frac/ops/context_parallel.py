@@ -143,7 +143,7 @@ def window_before(
         token = torch.arange(num_tokens - past, num_tokens, device=x.device)
         recent = recent.masked_fill((token < start)[:, None], 0)
     # Without a past there is nothing to exchange, on any rank.
-    windows = _AllGather.apply(recent.transpose(1, 2), group) if past else recent.mT[None, :0]
+    windows = _AllGather.apply(recent.mT, group) if past else recent.mT[None][:0]
     # An empty sum on rank 0, whose graph must hold the exchange too.
     before = windows[max(rank - 1, 0) : rank].sum(0)
     return _first_of(before, cu_seqlens)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flash_frac.train.flops import forward_flops
+from flash_frac.train.monitor import forward_flops
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
