@@ -327,6 +327,9 @@ class FracMixer(nn.Module):
         parts = (self.in_proj, self.conv1d, self.dyn_proj, self.rw_proj, self.out_proj)
         return (
             x.shape[1] == 1
+            # Whatever else stands for a norm, such as a wrapper, is to be called.
+            and type(norm) is RMSNorm
+            and type(self.out_norm) is GatedRMSNorm
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(x.device.type)
             and uses_triton(self.backend, x)
@@ -376,12 +379,11 @@ def _is_watched(module: nn.Module) -> bool:
 
 def _is_plain(module: nn.Module, x: Tensor) -> bool:
     """Whether a layer is its weights and nothing else, such as an adapter."""
-    weight = module.weight
     return (
         type(module) in (nn.Linear, nn.Conv1d)
-        and isinstance(weight, Tensor)
-        and weight.dtype == x.dtype
-        and weight.device == x.device
+        and isinstance(module.weight, Tensor)
+        and module.weight.dtype == x.dtype
+        and module.weight.device == x.device
     )
 
 

@@ -130,6 +130,33 @@ def test_hooks_and_adapters_are_not_passed_by():
         seen.clear()
 
 
+class Wrapper(torch.nn.Module):
+    """A module around another that shows nothing of it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments):
+        return self.inner(*arguments)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["norm", "mixer.in_proj", "mixer.out_norm"])
+def test_wrapped_parts_are_called(part):
+    """Decoding goes the general way around a part that is not plain."""
+    model = build(torch.float32, "triton")
+    ids = tokens(1, 4)
+    expected = model(ids).logits[:, -1]
+    block = model.model.layers[0]
+    parent, _, name = part.rpartition(".")
+    owner = block.get_submodule(parent)
+    setattr(owner, name, Wrapper(getattr(owner, name)))
+    cache = model(ids[:, :3], use_cache=True).past_key_values
+    got = model(ids[:, 3:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 6])
 def test_generator(batch):
     """Token for token as Hugging Face's loop on the same kernels; graphs, where there are any."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from flash_frac.train.monitor import forward_flops
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -21,6 +20,7 @@ from flash_frac.models import (
     regrid,
 )
 from flash_frac.ops.testing import relative_error
+from flash_frac.train.monitor import forward_flops
 from flash_frac.train.stateful import CarriedStates
 from tests.models.conftest import SIZES, make_model
 from tests.models.hybrids import LAYERS, OPTIONS, close, greedy_by_hand, make_hybrid, padded
