@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two processes; one that has nothing left takes tests of the other.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: quickstart test test-gpu lint types bench bench-model figures clean
 
@@ -14,9 +16,8 @@ quickstart: $(VENV)/ready       ## train a small model on an embedded text, and 
 	$(BIN)/frac quickstart
 
 test: lint types                ## lint, types and all tests, as in CI
-	$(BIN)/python -m pytest -n 2
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k triton tests/ops tests/layers
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -k "kernels or triton" tests/kernels tests/ops tests/layers
 
 test-gpu: $(VENV)/ready         ## the kernels, and all else that is marked gpu, on this machine's GPU
 	$(BIN)/python -m pytest tests/kernels tests/ops/test_contracts.py tests/layers
