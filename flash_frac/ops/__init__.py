@@ -1,4 +1,4 @@
-"""Pure functions of tensors, one folder an operator: scan, controls, convolution, norm, decoding.
+"""Pure functions of tensors, one folder per operator: scan, controls, convolution, norm, decoding.
 
 `backends` decides which implementation of an operator runs.
 """

@@ -172,7 +172,7 @@ def assert_untouched(operator, backend, sizes, touched, *, states=(), **options)
 
 
 def check_causality(operator, backend):
-    for t in (1, 40):
+    for t in (1, T - 30):
         assert_untouched(operator, backend, (1, T, 1), torch.arange(T) >= t)
 
 
