@@ -18,6 +18,11 @@ def build(dtype, backend, **changes):
     return on_backend(make_model(torch.float64, **SIZES | changes).to(DEVICE, dtype), backend)
 
 
+def one_layer():
+    """For what one layer shows as well as two: the interpreter needs a second for each token."""
+    return build(torch.float32, "triton", num_hidden_layers=1)
+
+
 def models(dtype, **changes):
     """On the kernels, in plain torch, and in float64; with the same weights, rounded alike."""
     kernels, plain = (build(dtype, backend, **changes) for backend in ("triton", "torch"))
@@ -108,7 +113,7 @@ def test_reading_and_decoding(dtype, case):
 @torch.no_grad()
 def test_a_mask_on_one_token():
     """A padded token leaves the state of its sequence as it is, and those of others not."""
-    model = build(torch.float32, "triton")
+    model = one_layer()
     ids = tokens(2, 12)
     cache = model(ids[:, :10], use_cache=True).past_key_values
     before = [x.clone() for x in cache.tensors()]
@@ -121,7 +126,7 @@ def test_a_mask_on_one_token():
 @torch.no_grad()
 def test_hooks_and_adapters_are_not_passed_by():
     """What wraps or watches a part of a block sees every token."""
-    model = build(torch.float32, "triton")
+    model = one_layer()
     ids = tokens(1, 3)
     seen = []
     block = model.model.layers[0]
@@ -149,7 +154,7 @@ class Wrapper(torch.nn.Module):
 @pytest.mark.parametrize("part", ["norm", "mixer.in_proj", "mixer.out_norm"])
 def test_wrapped_parts_are_called(part):
     """Decoding goes the general way around a part that is not plain."""
-    model = build(torch.float32, "triton")
+    model = one_layer()
     ids = tokens(1, 4)
     expected = model(ids).logits[:, -1]
     block = model.model.layers[0]
@@ -164,7 +169,7 @@ def test_wrapped_parts_are_called(part):
 @pytest.mark.parametrize("batch", [1, 6])
 def test_generator(batch):
     """Token for token as Hugging Face's loop on the same kernels; graphs, where there are any."""
-    model = build(torch.float32, "triton")
+    model = one_layer()
     ids = tokens(batch, 12)
     generator = Generator(model)
     expected = model.generate(ids, max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
@@ -175,7 +180,7 @@ def test_generator(batch):
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are CUDA's")
 def test_sampling_in_a_graph():
     """A seed draws the same whether steps are recorded, replayed or run one by one."""
-    model = build(torch.float32, "triton")
+    model = one_layer()
     ids, sampling = tokens(3, 12), SamplingSettings(temperature=1.0, top_k=20, top_p=0.9)
     options = {"max_new_tokens": 8, "sampling": sampling}
     generator = Generator(model)
