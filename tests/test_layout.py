@@ -50,7 +50,7 @@ OPERATORS = {
 # And by file, from the ground up: plain forms, the table of backends, kernels, their launches, the
 # functions that users call. Files of one row may import each other.
 FLOORS = [
-    {"arithmetic", "reference", "chunk"},
+    {"arithmetic", "reference", "levels", "chunk"},
     {"backends"},
     {"plan", "kernels", "mix", "walk"},
     {"triton", "step"},

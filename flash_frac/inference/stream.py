@@ -8,7 +8,7 @@ Letters: B sequences, T time, V vocabulary, H heads, M modes, D head channels, I
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -306,8 +306,9 @@ class FracStream:
         is that after `advance(a + b)`. Which token comes next is then not known before another was
         fed, unless gap is 0.
         """
-        if not (math.isfinite(gap) and gap >= 0):
-            raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap}")
+        # The largest float compares with integers of any size, without converting them.
+        if not (isinstance(gap, int | float) and 0 <= gap <= sys.float_info.max):
+            raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap!r:.40}")
         check_fading(self.model)
         if gap == 0:
             return self

@@ -6,15 +6,16 @@ Letters: B sequences, H heads, M modes, D head channels, I = H D inner width, K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class MixerState:
+class MixerState(NamedTuple):
     """The recurrent state and the convolution's window of one layer.
+
+    A tuple, so that torch.export, torch.func and DataParallel find the tensors in it.
 
     Attributes:
         recurrent: (B, H, M, D), float32 (float64 in a float64 model).

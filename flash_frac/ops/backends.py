@@ -316,12 +316,24 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def refuse_second_derivative(what: str, remedy: str = "use backend='torch'") -> None:
+    """RuntimeError if a backward pass is itself to be differentiated, to be called in one.
+
+    Without it the gradient would count as a constant, and a gradient penalty be wrong in silence.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{what} is differentiable once, not with create_graph=True or in torch.func; {remedy}"
+        )
+
+
 class Operator:
     """`flash_frac::name` of torch.library, computed by `kernel`, whose first argument is a tensor.
 
     In eager mode the way through torch's dispatcher takes longer than a launch, so plain tensors
-    meet the kernel directly. Compilers, tensor subclasses, transforms of torch.func and dispatch
-    modes (FLOP counters, selective activation checkpointing) see the registered operator.
+    meet the kernel directly. Compilers, tensor subclasses and dispatch modes (FLOP counters,
+    selective activation checkpointing) see the registered operator. A gradient cannot be
+    differentiated again, nor torch.func be used: both raise.
 
     Attributes:
         registered: the operator of torch.library.
@@ -356,7 +368,12 @@ class Operator:
         self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]
     ) -> None:
         """As in torch.library: what to keep, and the gradients of all arguments."""
-        self.registered.register_autograd(gradients, setup_context=setup_context)
+
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
+            refuse_second_derivative(f"the Triton kernel of flash_frac::{self._name}")
+            return gradients(ctx, *grad_outputs)
+
+        self.registered.register_autograd(backward, setup_context=setup_context)
 
         # A setup_context of its own would have torch inspect the signature at every call.
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -364,7 +381,7 @@ class Operator:
             setup_context(ctx, arguments, output)
             return output
 
-        members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._function: Any = type(self._name, (torch.autograd.Function,), members)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -372,9 +389,13 @@ class Operator:
             torch.compiler.is_compiling()
             or type(arguments[0]) is not Tensor
             or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active()
         ):
             return self.registered(*arguments)
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"torch.func does not reach the Triton kernel of flash_frac::{self._name}; "
+                "use backend='torch'"
+            )
         if self._function is not None and torch.is_grad_enabled():
             return self._function.apply(*arguments)
         return self.kernel(*arguments)

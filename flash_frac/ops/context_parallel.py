@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_frac.ops.backends import refuse_second_derivative
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, check_scan_inputs, frac_scan
 
 if TYPE_CHECKING:
@@ -198,15 +199,20 @@ class _AllGather(torch.autograd.Function):
         return total, None
 
 
+def _from(start: Tensor | None, x: Tensor) -> Tensor:
+    """x (B, T, H, ...) with zeros for tokens before `start`, whatever they were."""
+    if start is None:
+        return x
+    token = torch.arange(x.shape[1], device=x.device)
+    return x.masked_fill((token < start)[:, None, None], 0)
+
+
 def _decay_to_end(log_decay: Tensor, start: Tensor | None) -> Tensor:
     """exp(sum of log_decay after each token) (B, T, H, M), and 0 for tokens before `start`."""
     from_here = log_decay.flip(1).cumsum(1).flip(1)
     # Shifted, not subtracted: the difference would lose the digits of a slow mode.
     decay = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1).exp_()
-    if start is not None:
-        token = torch.arange(decay.shape[1], device=decay.device)
-        decay.masked_fill_((token < start)[:, None, None], 0)
-    return decay
+    return _from(start, decay)
 
 
 class _SliceSummary(torch.autograd.Function):
@@ -222,7 +228,7 @@ class _SliceSummary(torch.autograd.Function):
         u, write, log_decay, start = args
         wide = torch.promote_types(u.dtype, torch.float32)
         ctx.save_for_backward(u, write, log_decay, start)
-        u, write, log_decay = (x.to(wide) for x in (u, write, log_decay))
+        u, write, log_decay = (_from(start, x.to(wide)) for x in (u, write, log_decay))
         with torch.autocast(u.device.type, enabled=False):
             weight = write * _decay_to_end(log_decay, start)
             added = torch.einsum("bthm,bthd->bhmd", weight, u)
@@ -230,13 +236,13 @@ class _SliceSummary(torch.autograd.Function):
         return added, total.exp() if start is None else torch.zeros_like(total)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("sharded_scan", "scan whole rows")
         *inputs, start = ctx.saved_tensors
         dadded, dkept = grad_outputs
-        u, write, log_decay = (x.to(dadded.dtype) for x in inputs)
+        u, write, log_decay = (_from(start, x.to(dadded.dtype)) for x in inputs)
         with torch.autocast(u.device.type, enabled=False):
             decay = _decay_to_end(log_decay, start)
             weight = write * decay

@@ -16,9 +16,10 @@ Letters: N tokens, E width, V vocabulary.
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flash_frac.ops.backends import choose
+from flash_frac.ops.backends import choose, refuse_second_derivative
 
 # Tokens that have logits at a time in the plain form, unless the caller says otherwise.
 CHUNK_TOKENS = 4096
@@ -105,10 +106,26 @@ def liger_loss(
     no_bias = no_class_weights = no_cap = None
     no_penalty, no_smoothing, no_z_loss = 0.0, 0.0, False
     # By position, because a function of autograd takes no names.
-    return LigerFusedLinearCrossEntropyFunction.apply(
+    total = LigerFusedLinearCrossEntropyFunction.apply(
         hidden, weight, labels, no_bias, no_class_weights, ignore_index,
         no_penalty, no_smoothing, "sum", no_cap, no_z_loss, torch.float32,
     )[0]  # fmt: skip
+    return _OnceDifferentiable.apply(total)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The same number, whose gradient says that it cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dtotal: Tensor
+    ) -> Tensor:
+        refuse_second_derivative("liger-kernel's loss")
+        return dtotal
 
 
 def _check(
@@ -218,17 +235,35 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     hidden, weight, *_, need_hidden, need_weight = inputs
     ctx.dtypes = hidden.dtype if need_hidden else None, weight.dtype if need_weight else None
-    ctx.save_for_backward(*output[1:])
+    ctx.ignore_index, ctx.dtype = inputs[3], inputs[5]
+    ctx.save_for_backward(*output[1:], *inputs[:3])
+
+
+def _differentiable(ctx, dtotal):
+    """The gradients with a graph of their own, which `create_graph=True` asks for: all logits."""
+    *_, hidden, weight, labels = ctx.saved_tensors
+    # Views, because hidden may come from the weight, which embeds tokens too.
+    hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
+    logits = hidden.to(ctx.dtype) @ weight.to(ctx.dtype).T
+    wide = logits.to(torch.promote_types(ctx.dtype, torch.float32))
+    total = F.cross_entropy(wide, labels, ignore_index=ctx.ignore_index, reduction="sum")
+    needed = [x for x, dtype in zip((hidden, weight), ctx.dtypes, strict=True) if dtype is not None]
+    found = iter(torch.autograd.grad(total, needed, dtotal, create_graph=True))
+    return (None if dtype is None else next(found) for dtype in ctx.dtypes)
 
 
 def _gradients(ctx, dtotal, *unused):
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and dtotal is not None:
+        return *_differentiable(ctx, dtotal), *(None for _ in range(6))
+
     def scaled(gradient, dtype):
         if dtype is None or dtotal is None:
             return None
         # With an axis, the scale is not cast to the dtype of the gradient: one rounding, the last.
         return torch.mul(gradient, dtotal[None], out=torch.empty_like(gradient, dtype=dtype))
 
-    return *map(scaled, ctx.saved_tensors, ctx.dtypes), *(None for _ in range(6))
+    gradients = map(scaled, ctx.saved_tensors[:2], ctx.dtypes)
+    return *gradients, *(None for _ in range(6))
 
 
 _summed_loss.register_autograd(_gradients, setup_context=_save)

@@ -201,7 +201,7 @@ def test_advance_adds_up(stream):
     with pytest.raises(ValueError, match=r"generate needs the logits .* feed at least one token"):
         stream.generate(max_new_tokens=1)
     assert take(stream.feed([[5], [5], [5]]), 2).shape == (3, 2)
-    for gap in (-1, float("nan"), float("inf")):
+    for gap in (-1, float("nan"), float("inf"), 10**400, "5"):
         with pytest.raises(ValueError, match="gap must be a finite number of tokens, 0 or more"):
             stream.advance(gap)
 

@@ -210,3 +210,16 @@ def test_the_way_to_a_launch_is_three_files(monkeypatch, gradients):
         (y.sum() + state.sum()).backward()
         assert "gradient_kernel" in ways and "mix_backward_kernel" in ways
         assert all(len(files) <= 3 for files in ways.values()), ways
+
+
+def test_what_kernels_cannot_differentiate_is_refused():
+    """A second derivative would be wrong, and transforms of torch.func do not reach a kernel."""
+    inputs = [x.requires_grad_() for x in random_inputs(1, 20, 1, 4, 16, device=DEVICE)]
+
+    def loss(*x):
+        return frac_scan(*x, backend="triton").y.square().sum()
+
+    with pytest.raises(RuntimeError, match=r"differentiable once.*backend='torch'"):
+        torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*backend='torch'"):
+        torch.func.grad(loss)(*(x.detach() for x in inputs))

@@ -184,6 +184,80 @@ def check_isolation(operator, backend):
     assert_untouched(operator, backend, (1, 60, 3), touched, states=(0, 2), cu_seqlens=bounds)
 
 
+# Where a token that is not finite may stand: at the ends of the sequence, and of halves of chunks.
+# The interpreter has time for one: the first token of a later half.
+POSITIONS = (16,) if INTERPRETED else (0, 1, 15, 16, 31, 32, 44)
+LENGTH = 35 if INTERPRETED else 45
+
+
+def bad_tokens(rows):
+    """In every second of `rows` sequences one: which tokens are bad, come after one, or before."""
+    bad = torch.zeros(rows, LENGTH, dtype=torch.bool)
+    for row, position in zip(range(0, rows, 2), POSITIONS, strict=False):
+        bad[row, position] = True
+    return bad, bad.cumsum(1) > 0, bad.flip(1).cumsum(1).flip(1) > 0
+
+
+def with_bad(x, bad, value):
+    """One number of each bad token of x (B, T, ...) is `value`."""
+    x = x.clone()
+    flat = x.flatten(2)
+    flat[..., -1] = flat[..., -1].masked_fill(bad, value)
+    return x
+
+
+def check_bad_tokens(operator, backend, value, packed):
+    """inf or NaN spoils its own sequence from there on and nothing else; in gradients, up to there.
+
+    With the gradients of its own sequence a token may do what it likes: they are products with it.
+    """
+    contract, dtype = CONTRACTS[operator], dtype_of(backend)
+    rows = 2 * len(POSITIONS)
+    bad, after, before = bad_tokens(rows)
+    shape, options = (rows, LENGTH), {}
+    if packed:
+        shape, bad = (1, rows * LENGTH), bad.view(1, -1)
+        options["cu_seqlens"] = torch.arange(0, rows * LENGTH + 1, LENGTH, device=DEVICE)
+    inputs = contract.draw(*shape, rows)
+
+    def run(tokens, spoil):
+        """Outputs, states and the gradients of tokens, by gradients that `spoil` may change."""
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in tokens]
+        others = flatten(inputs._replace(tokens=[]), dtype)
+        outputs, state = contract.run(restore([*leaves, *others], inputs), backend, **options)
+        generator = torch.Generator().manual_seed(1)
+        dys = [spoil(torch.randn(y.shape, generator=generator)).to(y) for y in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, dys, allow_unused=True)
+        kept = (y.detach().reshape(rows, LENGTH, -1).cpu() for y in outputs)
+        found = (g.reshape(rows, LENGTH, -1).cpu() for g in gradients if g is not None)
+        return list(kept), None if state is None else state.detach().cpu(), list(found)
+
+    def quiet(dy):
+        # No output that is spoilt has a gradient.
+        return dy.masked_fill(after.view(*dy.shape[:2], *(1,) * (dy.ndim - 2)), 0)
+
+    expected, states, slopes = run(inputs.tokens, quiet)
+    for i, x in enumerate(inputs.tokens):
+        # A log_decay of inf is refused.
+        number = torch.nan if (x <= 0).all() else value
+        tokens = [*inputs.tokens[:i], with_bad(x, bad, number), *inputs.tokens[i + 1 :]]
+        outputs, got_states, got_slopes = run(tokens, quiet)
+        for got, want in zip(outputs, expected, strict=True):
+            assert torch.equal(got[~after], want[~after]), i
+        for got, want in zip(got_slopes, slopes, strict=True):
+            assert torch.equal(got[1::2], want[1::2]), i
+        # Controls may make something of an inf.
+        seen = [not y[bad.view(rows, -1)].isfinite().all() for y in outputs]
+        assert any(seen) or (operator == "controls" and value == torch.inf), i
+        if got_states is not None:
+            assert torch.equal(got_states[1::2], states[1::2]), i
+    _, _, expected = run(inputs.tokens, lambda dy: dy)
+    _, _, slopes = run(inputs.tokens, lambda dy: with_bad(dy, bad, value))
+    for got, want in zip(slopes, expected, strict=True):
+        assert torch.equal(got[~before], want[~before])
+    assert not all(g[bad.view(rows, -1)].isfinite().all() for g in slopes)
+
+
 def cases():
     """Operators and backends here; an implementation that two backends share is tested once."""
     found = {}
@@ -225,7 +299,7 @@ def test_causality(operator, backend):
 
 LENGTHS = [(70,), (1,) * 9, (0, 40, 0, 0, 1, 16, 17, 0), (0,), (0, 0)]
 # Past a group of 16 chunks of the torch backend; the interpreter would take long for it.
-LENGTHS += [] if INTERPRETED else [(260, 3, 1, 33)]
+LENGTHS += [] if INTERPRETED else [(515, 3, 1, 33)]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -237,6 +311,21 @@ def test_packed_is_separate(operator, backend, lengths):
 @every_packed_case
 def test_packed_sequences_do_not_touch(operator, backend):
     check_isolation(operator, backend)
+
+
+# Packed sequences are in the interpreter's way too, and tell more than rows of a batch.
+IN_BATCHES = [c for c in cases() if not (INTERPRETED and CONTRACTS[c[0]].packs)]
+
+
+@pytest.mark.parametrize("value", [torch.nan] if INTERPRETED else [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize(("operator", "backend"), IN_BATCHES)
+def test_a_bad_token_spoils_its_own_future(operator, backend, value):
+    check_bad_tokens(operator, backend, value, packed=False)
+
+
+@every_packed_case
+def test_a_bad_token_spoils_no_packed_sequence(operator, backend):
+    check_bad_tokens(operator, backend, torch.nan, packed=True)
 
 
 @every_case

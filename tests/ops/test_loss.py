@@ -288,3 +288,14 @@ def test_liger_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(backends, "_HAS_LIGER", False)
     with pytest.raises(ValueError, match=r"liger-kernel's, which is not installed \(extra train"):
         linear_cross_entropy(hidden, weight, labels, backend="triton")
+
+
+def test_gradgradcheck():
+    """The gradient is made with the loss; asked for its own gradient, it is made again."""
+    hidden, weight, labels = random_inputs(size=(4,))
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, chunk_tokens=3, backend="torch")
+
+    assert torch.autograd.gradgradcheck(loss, (hidden, weight))
+    assert torch.autograd.gradgradcheck(lambda x: loss(x, weight.detach()), (hidden,))

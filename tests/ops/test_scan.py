@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch import func
+from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from flash_frac.ops import frac_scan, frac_step
 from flash_frac.ops.testing import random_inputs, relative_error
-from tests.backends import backends_here
+from tests.backends import DEVICE, backends_here
 
 EXACT = 1e-12  # float64 against float64, relative: a thousand roundings
 
@@ -17,7 +19,10 @@ def with_gradients(inputs, state, **options):
     leaves = [x.clone().requires_grad_() for x in (*inputs, state)]
     y, final = frac_scan(*leaves[:4], initial_state=leaves[4], **options)
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (y, final)]
+    weights = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        for x in (y, final)
+    ]
     ((y.double() * weights[0]).sum() + (final.double() * weights[1]).sum()).backward()
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     return [y.detach(), final.detach(), *gradients]
@@ -93,10 +98,76 @@ def test_gradcheck_packed():
 
 
 def test_gradcheck_step():
-    inputs = random_inputs(2, 1, 2, 3, 4, dtype=torch.float64)
-    leaves = [x[:, 0].requires_grad_() for x in inputs]
+    leaves = [x.detach()[:, 0].requires_grad_() for x in checkable(2, 1, 2, 3, 4)]
     state = random_state(2, 2, 3, 4).requires_grad_()
     assert gradcheck(lambda *x: tuple(frac_step(*x)), (*leaves, state))
+
+
+@pytest.mark.parametrize("backend", backends_here(torch.float64))
+@pytest.mark.parametrize("bounds", [None, [0, 2, 2, 5]], ids=["plain", "packed"])
+def test_gradgradcheck(backend, bounds):
+    inputs = checkable(1, 5, 1, 2, 2)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    state = random_state(1 if bounds is None else 3, 1, 2, 2).requires_grad_()
+    options = {"cu_seqlens": cu_seqlens, "backend": backend}
+
+    def scan(*leaves):
+        return tuple(frac_scan(*leaves[:4], initial_state=leaves[4], **options))
+
+    assert gradgradcheck(scan, (*inputs, state))
+
+
+def test_second_derivatives_over_several_chunks():
+    """A gradient penalty by the torch backend is that of the specification."""
+    penalties = []
+    for backend in ("torch", "recurrent"):
+        inputs = checkable(2, 70, 1, 4, 3)
+        y, state = frac_scan(*inputs, backend=backend)
+        slopes = torch.autograd.grad((y**3).sum() + (state**3).sum(), inputs, create_graph=True)
+        penalty = sum(slope.square().sum() for slope in slopes)
+        penalties.append([penalty.detach(), *torch.autograd.grad(penalty, inputs)])
+    assert worst_error(*penalties) < EXACT
+
+
+def test_transforms_of_torch_func():
+    """grad, jvp, vmap and their compositions, and dual numbers, against autograd's gradients."""
+    inputs = [x.detach() for x in checkable(2, 40, 1, 4, 3)]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+
+    def loss(*x):
+        return frac_scan(*x).y.square().sum()
+
+    def one(*x):
+        return loss(*(t[None] for t in x))
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    every = (0, 1, 2, 3)
+    assert worst_error(func.grad(loss, argnums=every)(*inputs), expected) < EXACT
+    assert worst_error(func.vmap(func.grad(one, argnums=every))(*inputs), expected) < EXACT
+    _, pull = func.vjp(loss, *inputs)
+    assert worst_error(pull(torch.ones((), dtype=torch.float64)), expected) < EXACT
+    tangents = tuple(1e-3 * torch.ones_like(x) for x in inputs)
+    slope = sum((1e-3 * g).sum() for g in expected)
+    _, tangent = func.jvp(loss, tuple(inputs), tangents)
+    assert relative_error(tangent, slope) < EXACT
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(inputs, tangents, strict=True)]
+        assert relative_error(forward_ad.unpack_dual(loss(*duals)).tangent, slope) < EXACT
+
+
+DECAYS = [0.0, -1e-6, -1.0, -1e3, -1e6, -1e9, -1e30, -torch.inf]
+
+
+@pytest.mark.parametrize("backend", backends_here())
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_whole_range_of_decays(backend, decay):
+    """One token in 16 forgets so much: outputs, state and gradients against float64."""
+    inputs = random_inputs(1, 100, 2, 8, 4, device=DEVICE)
+    inputs.log_decay[:, ::16] = decay
+    state = random_state(1, 2, 8, 4).float().to(DEVICE)
+    exact = with_gradients(inputs.to(torch.float64), state.double(), backend="recurrent")
+    assert all(x.isfinite().all() for x in exact)
+    assert worst_error(with_gradients(inputs, state, backend=backend), exact) < 1e-6
 
 
 def test_one_exponential_is_exact():
@@ -163,6 +234,29 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(got, torch.autograd.grad(loss(*inputs), inputs))
 
 
+def test_one_graph_serves_all_lengths():
+    """Of torch.compile and torch.export alike, on both sides of every size inside."""
+
+    def scan(*x):
+        return tuple(frac_scan(*x, backend="torch"))
+
+    class Scan(torch.nn.Module):
+        def forward(self, *x):
+            return scan(*x)
+
+    counter = CompileCounter()
+    compiled = torch.compile(scan, fullgraph=True, backend=counter, dynamic=True)
+    dynamic = tuple({1: torch.export.Dim.AUTO} for _ in range(4))
+    example = tuple(random_inputs(2, 40, 3, 4, 5))
+    exported = torch.export.export(Scan(), example, dynamic_shapes={"x": dynamic}).module()
+    for time in (31, 2, 33, 512, 513, 1100):
+        inputs = random_inputs(2, time, 3, 4, 5)
+        expected = scan(*inputs)
+        for got in (compiled(*inputs), exported(*inputs)):
+            assert worst_error(got, expected) < 1e-6, time
+    assert counter.frame_count == 1
+
+
 def test_autocast_does_not_touch_the_scan():
     inputs = [x.requires_grad_() for x in random_inputs(1, 64, 1, 8, 16)]
     y, state = frac_scan(*inputs)
@@ -195,6 +289,7 @@ def test_errors_name_the_argument():
         r"write must have shape \(2, 6, 2, 4\), got \(2, 6, 2, 5\)", change={"write": x(2, 6, 2, 5)}
     )
     scan_error("log_decay must be float32", change={"log_decay": x(2, 6, 2, 4).bfloat16()})
+    scan_error("log_decay must be at most 0.*got 0.5", change={"log_decay": x(2, 6, 2, 4) + 0.5})
     scan_error("write must be on cpu", change={"write": x(2, 6, 2, 4, device="meta")})
     scan_error(r"initial_state must have shape \(2, 2, 4, 3\)", initial_state=x(1, 2, 4, 3))
     scan_error("initial_state must be torch.float32", initial_state=x(2, 2, 4, 3).bfloat16())
@@ -220,3 +315,23 @@ def test_step_errors():
     inputs = [x[:, 0] for x in random_inputs(2, 1, 2, 4, 3)]
     with pytest.raises(ValueError, match=r"state must have shape \(2, 2, 4, 3\)"):
         frac_step(*inputs, torch.zeros(2, 2, 4, 4))
+
+
+@pytest.mark.parametrize("backend", backends_here())
+def test_sizes_of_zero(backend):
+    """No row and no token are nothing to do; no head, channel or mode is a mistake."""
+    for sizes in ((0, 6, 2, 4, 3), (2, 0, 2, 4, 3)):
+        y, state = frac_scan(*random_inputs(*sizes, device=DEVICE), backend=backend)
+        assert y.shape == (*sizes[:3], 3) and state.shape == (sizes[0], 2, 4, 3)
+    for axis, sizes in {"H": (2, 6, 0, 4, 3), "M": (2, 6, 2, 0, 3), "D": (2, 6, 2, 4, 0)}.items():
+        batch, time, heads, modes, channels = sizes
+        u = torch.zeros(batch, time, heads, channels, device=DEVICE)
+        weights = torch.zeros(*sizes[:3], modes, device=DEVICE)
+        with pytest.raises(ValueError, match=f"at least one .*got {axis} = 0"):
+            frac_scan(u, weights, weights, weights, backend=backend)
+        state = torch.zeros(batch, heads, modes, channels, device=DEVICE)
+        with pytest.raises(ValueError, match=f"at least one .*got {axis} = 0"):
+            frac_step(u[:, 0], *(weights[:, 0],) * 3, state, backend=backend)
+    empty = [x[:0, 0] for x in random_inputs(2, 6, 2, 4, 3, device=DEVICE)]
+    nothing = torch.zeros(0, 2, 4, 3, device=DEVICE)
+    assert frac_step(*empty, nothing, backend=backend).y.shape == (0, 2, 3)

@@ -56,20 +56,27 @@ def causal_conv(
     if window is None:
         window = x.new_zeros(num, x.shape[2], past)
     # Real tokens first, in order; then what follows them is padding, and none lies between.
-    order = (mask == 0).to(torch.uint8).argsort(dim=1, stable=True)
-    packed = _take(x, order)
-    u = _take(convolve(packed, weight, bias, window, None)[0], order.argsort(1))
+    real = mask != 0
+    count = real.sum(1, keepdim=True)
+    slot = torch.where(real, real.cumsum(1), count + (~real).cumsum(1)) - 1
+    packed = torch.zeros_like(x).scatter(1, _rows(slot, x), x)
+    u = _take(convolve(packed, weight, bias, window, None)[0], slot)
     # What a zero input after zeros gives; as in the published code, the output at padding is not 0.
     idle = u.new_zeros(()) if bias is None else F.silu(bias).to(u.dtype)
-    u = torch.where((mask == 0)[..., None], idle, u)
-    last = (mask != 0).sum(1, keepdim=True) + torch.arange(past, device=x.device)
+    u = torch.where(real[..., None], u, idle)
+    last = count + torch.arange(past, device=x.device)
     inputs = torch.cat([window.to(x.dtype).transpose(1, 2), packed], 1)
     return ConvOutput(u, _take(inputs, last).transpose(1, 2))
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x (B, T, I) by index (B, S): (B, S, I)."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+    return x.gather(1, _rows(index, x))
+
+
+def _rows(index: Tensor, x: Tensor) -> Tensor:
+    """The index (B, S) of rows, for all channels of x."""
+    return index[..., None].expand(-1, -1, x.shape[2])
 
 
 def _check(

@@ -220,10 +220,11 @@ def step_back(
     new_dinputs, new_dtaps = (), ()
     for k in tl.static_range(K):
         new_dtaps = new_dtaps + (dtaps[k] + b_g * inputs[k],)
-        b_tap = taps[k]
+        b_part = b_g * taps[k]
         if p_in.cu_seqlens is not None:
-            b_tap = tl.where(i_position >= K - 1 - k, b_tap, 0.0)
-        new_dinputs = new_dinputs + (dinputs[k] + b_g * b_tap,)
+            # Not a tap of zero, which would carry a NaN into the sequence before.
+            b_part = tl.where(i_position >= K - 1 - k, b_part, 0.0)
+        new_dinputs = new_dinputs + (dinputs[k] + b_part,)
     return inputs, b_g, new_dinputs, new_dtaps
 
 

@@ -38,10 +38,12 @@ def frac_scan(
     """Scan sequences, whole or in pieces: feeding the returned state back in continues exactly.
 
     Args:
-        u: (B, T, H, D) input, float64, float32, bfloat16 or float16.
+        u: (B, T, H, D) input, float64, float32, bfloat16 or float16. B and T may be 0.
         read: (B, T, H, M) weights of the modes in the output.
         write: (B, T, H, M) weights of the input in the modes.
-        log_decay: (B, T, H, M) log of the share of a mode that is kept, <= 0; float32.
+        log_decay: (B, T, H, M) log of the share of a mode that is kept, from -inf to 0; float32.
+            A value above 0 is refused on the CPU. On a GPU, where looking would wait for the
+            device, results are then wrong.
         initial_state: (N, H, M, D) state before the first token, float32; zeros if None.
         cu_seqlens: (N + 1,) integers, 0 first and T last: sequence n of the packed row (B = 1) is
             tokens cu_seqlens[n] to cu_seqlens[n + 1]. Empty sequences keep their initial state.
@@ -51,7 +53,8 @@ def frac_scan(
 
     Returns:
         ScanOutput(y, state): y (B, T, H, D) like u; state (N, H, M, D) after the last token.
-        Accumulation and state are float32, or float64 when u is.
+        Accumulation and state are float32, or float64 when u is. An inf or NaN spoils its own
+        sequence from there on, and nothing else.
 
     Example:
         >>> y, state = frac_scan(u[:, :512], read[:, :512], write[:, :512], log_decay[:, :512])
@@ -110,11 +113,29 @@ def check_scan_inputs(
             raise ValueError(f"{name} must have shape {tuple(expected)}, got {tuple(x.shape)}")
         if x.device != u.device:
             raise ValueError(f"{name} must be on {u.device} like u, got {x.device}")
+    sizes = dict(zip(("H", "D", "M"), (*u.shape[-2:], read.shape[-1]), strict=True))
+    if empty := [axis for axis, size in sizes.items() if size == 0]:
+        raise ValueError(
+            f"u and read must have at least one head, channel and mode, got {empty[0]} = 0"
+        )
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"log_decay must be float32, which slow modes need, got {log_decay.dtype}; "
             "compute it in float32 (flash_frac.ops.controls does)"
         )
+    if can_look_at(log_decay) and (log_decay > 0).any():
+        raise ValueError(
+            f"log_decay must be at most 0, a mode cannot grow, got {log_decay.max().item():.3g}"
+        )
+
+
+def can_look_at(x: Tensor) -> bool:
+    """Whether values may be looked at: not on a GPU, when compiling, and in torch.func."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _check_state(state: Tensor, name: str, num: int, u: Tensor, read: Tensor) -> Tensor:
@@ -149,7 +170,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, x: Tensor) -> int:
         raise ValueError(
             f"cu_seqlens must be on {x.device} like its tokens, got {cu_seqlens.device}"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_look_at(cu_seqlens):
         values = cu_seqlens.tolist()
         if values[0] != 0 or values[-1] != x.shape[1] or values != sorted(values):
             shown = values if len(values) < 9 else [*values[:4], "...", *values[-4:]]

@@ -1,14 +1,19 @@
 """The scan in plain PyTorch: parallel inside chunks, parallel across chunks.
 
-With `l` the running sum of log_decay inside a chunk of C tokens, and S the state before the chunk,
+With S the state before a chunk of C tokens, and all sums those of log_decay,
 
-    gamma[t, k] = sum_m read[t, m] write[k, m] exp(l[t, m] - l[k, m])        t >= k
-    y[t]        = sum_k gamma[t, k] u[k] + sum_m read[t, m] exp(l[t, m]) S[m]
-    S_next[m]   = exp(l[C, m]) S[m] + sum_k write[k, m] exp(l[C, m] - l[k, m]) u[k]
+    gamma[t, k] = sum_m read[t, m] write[k, m] exp(sum over k < p <= t)        t >= k
+    y[t]        = sum_k gamma[t, k] u[k] + sum_m read[t, m] exp(sum over p <= t) S[m]
+    S_next[m]   = exp(sum over the chunk) S[m] + sum_k write[k, m] exp(sum over p > k) u[k]
 
-Every exponent is a difference of running sums and is <= 0. The states before all chunks come from a
-scan over chunks that is itself grouped, so that no Python loop runs over chunks. The backward pass
-is written out: autograd would keep the (C, C, M) exponentials of every chunk.
+gamma comes from `levels.py`. The states before all chunks come from a scan over chunks that is
+itself grouped: no Python loop runs over chunks. The backward pass is written out, because autograd
+would keep the factors of every level; where the gradient is itself differentiated, and in
+torch.func, autograd does it.
+
+A token that is not finite spoils its own sequence from there on and nothing else: products with
+zeros would carry a NaN to earlier tokens and to other sequences, so it is taken out first, and put
+into the results that depend on it.
 
 Letters: B batch, N chunks, H heads, C tokens of a chunk, D head channels, M modes, S sequences of a
 row (1, or all packed sequences), G chunks of a group.
@@ -21,131 +26,139 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from flash_frac.ops.scan.levels import CHUNK, decay_sums, mix, mix_backward
 from flash_frac.ops.scan.reference import zero_state
 
-# A token and head costs C*M exponentials and M*D/C elements of state; 16 measured fastest.
-CHUNK = 16
 GROUP = 16
-# Exponentials made at a time: on a CPU they should stay in the cache, on a GPU fill the machine.
-PIECE_CPU, PIECE_GPU = 1 << 19, 1 << 26
+# Of compiled code, which doubles as often for any length.
+MOST_GROUPS = 1 << 12
 
 
 class Layout(NamedTuple):
-    """Where the sequences of a row lie among its chunks.
+    """Where the sequences of a packed row lie among its chunks.
 
     first: (S,) index of the first chunk of each sequence; last: (S,) of the last;
-    starts: (N,) bool, True where a chunk begins a sequence, or None when each row is one sequence.
+    sequence: (N,) the sequence of each chunk.
     """
 
     first: Tensor
     last: Tensor
-    starts: Tensor | None
+    sequence: Tensor
 
-    def reversed(self, num_chunks: int) -> Layout:
-        """The layout of the same chunks in reversed order."""
-        starts = None
-        if self.starts is not None:
-            starts = torch.zeros_like(self.starts)
-            starts[self.last] = True
-            starts = starts.flip(0)
-        return Layout(num_chunks - 1 - self.last, num_chunks - 1 - self.first, starts)
-
-
-def _decay_between(l_XCM: Tensor) -> Tensor:
-    """exp(l[t] - l[k]) as (X, t, k, M); above the diagonal it is 1, for the caller to mask."""
-    return (l_XCM[:, :, None] - l_XCM[:, None]).clamp_max_(0).exp_()
+    def reversed(self) -> Layout:
+        """The layout of the same chunks in reversed order, and so of the same sequences."""
+        end = self.sequence.shape[0] - 1
+        return Layout(
+            (end - self.last).flip(0),
+            (end - self.first).flip(0),
+            (len(self.first) - 1 - self.sequence).flip(0),
+        )
 
 
-def _decay_to_end(log_decay_BNHCM: Tensor) -> Tensor:
-    """Decay of each token's write until the end of its chunk, summed from there."""
-    later = F.pad(log_decay_BNHCM[..., 1:, :], (0, 0, 0, 1))
-    return later.flip(-2).cumsum(-2).flip(-2).exp_()
+def _blocks(x: Tensor, axis: int, size: int) -> Tensor:
+    """x with zeros after it, and the axis split into blocks of `size`."""
+    length = x.shape[axis]
+    if not torch.compiler.is_compiling():
+        count = -(-length // size)
+        x = F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count * size - length))
+        return x.unflatten(axis, (count, size))
+    # One graph for all lengths: no number of blocks is 0 or 1, and no padding is empty.
+    count = (length + 2 * size - 1) // size
+    index = torch.arange(count * size, device=x.device)
+    x = x.index_select(axis, index.clamp_max(length - 1)).unflatten(axis, (count, size))
+    after = (index >= length).view(count, size, *(1,) * (x.ndim - axis - 2))
+    return x.masked_fill(after, 0)
 
 
-def _pieces(l_XCM: Tensor) -> list[slice]:
-    num, C, M = l_XCM.shape
-    elements = PIECE_CPU if l_XCM.device.type == "cpu" else PIECE_GPU
-    size = max(1, elements // (C * C * M))
-    return [slice(start, start + size) for start in range(0, num, size)]
+def _trim(x: Tensor, length: int) -> Tensor:
+    """The first of axis 1, without a question that would split the lengths of compiled code."""
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(length, device=x.device))
+    return x[:, :length]
 
 
-def _mix(read_XCM: Tensor, write_XCM: Tensor, l_XCM: Tensor) -> Tensor:
-    """gamma (X, C, C), zero above the diagonal."""
-    parts = []
-    for piece in _pieces(l_XCM):
-        weighted = _decay_between(l_XCM[piece]).mul_(write_XCM[piece][:, None])
-        parts.append((weighted @ read_XCM[piece][..., None]).squeeze(-1))
-    return torch.cat(parts).tril_()
+def _scan_groups(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> Tensor:
+    """As `_scan_chunks`, by doubling: for few, because all are gone through log2(N) times."""
+    num = state.shape[1]
+    if compiling := torch.compiler.is_compiling():
+        torch._check(num <= MOST_GROUPS, lambda: "compiled code scans at most 2^21 tokens")
+    index, shift = torch.arange(num, device=state.device), 1
+    while shift < (MOST_GROUPS if compiling else num):
+        earlier = (index - shift).clamp_min(0)
+        apart = index < shift
+        if sequence is not None:
+            apart = apart | (sequence != sequence[earlier])
+        kept = log_decay.masked_fill(apart[:, None, None], -torch.inf)
+        state = state + kept.exp()[..., None] * state.index_select(1, earlier)
+        log_decay = kept + log_decay.index_select(1, earlier)
+        shift *= 2
+    return state
 
 
-def _mix_backward(
-    dgamma_XCC: Tensor, read_XCM: Tensor, write_XCM: Tensor, l_XCM: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of read and write in gamma, from a dgamma zero on and above the diagonal."""
-    dread, dwrite = [], []
-    for piece in _pieces(l_XCM):
-        product = _decay_between(l_XCM[piece]).mul_(dgamma_XCC[piece][..., None])
-        dread.append((product * write_XCM[piece][:, None]).sum(2))
-        dwrite.append(product.mul_(read_XCM[piece][:, :, None]).sum(1))
-    return torch.cat(dread), torch.cat(dwrite)
+def _scan_chunks(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> Tensor:
+    """state[i] += exp(log_decay[i]) state[i - 1] along N, if i - 1 is of the same sequence.
 
-
-def _scan_chunks(state_BNHMD: Tensor, log_decay_BNHM: Tensor, starts_N: Tensor | None) -> Tensor:
-    """state[i] += exp(log_decay[i]) state[i - 1] along N, but not where `starts` is True.
-
-    Groups of G chunks are scanned by a matrix product each, and the group totals by recursion.
+    state (B, N, H, M, D), log_decay (B, N, H, M), sequence (N,) or None where all N are one.
+    Groups of G chunks are scanned by a matrix product each, then the groups.
     """
-    num_chunks = state_BNHMD.shape[1]
-    pad = -num_chunks % GROUP
-    if pad:
-        state_BNHMD = F.pad(state_BNHMD, (0, 0, 0, 0, 0, 0, 0, pad))
-        log_decay_BNHM = F.pad(log_decay_BNHM, (0, 0, 0, 0, 0, pad))
-        starts_N = None if starts_N is None else F.pad(starts_N, (0, pad))
+    num_chunks = state.shape[1]
     # (B, N/G, H, M, G, D) and (B, N/G, H, M, G)
-    state = state_BNHMD.unflatten(1, (-1, GROUP)).permute(0, 1, 3, 4, 2, 5)
-    log_decay = log_decay_BNHM.unflatten(1, (-1, GROUP)).permute(0, 1, 3, 4, 2)
+    state = _blocks(state, 1, GROUP).permute(0, 1, 3, 4, 2, 5)
+    log_decay = _blocks(log_decay, 1, GROUP).permute(0, 1, 3, 4, 2)
     total = log_decay.cumsum(-1)
-    # Summed from j + 1 to i one by one: differences of totals would lose the digits of slow modes.
+    # Summed from j + 1 to i one by one: differences of totals would lose digits.
     between = log_decay[..., None].expand(*log_decay.shape, GROUP).tril(-1).cumsum(-2)
-    weights = between.exp_().tril_()
-    carry_in = total.exp()
-    group_starts = None
-    if starts_N is not None:
-        segment = starts_N.unflatten(0, (-1, GROUP)).cumsum(-1)[None, :, None, None]
-        weights = weights * (segment[..., :, None] == segment[..., None, :])
-        carry_in = carry_in * (segment == 0)
-        group_starts = segment[0, :, 0, 0, -1] > 0
+    weights, carry_in = between.exp().tril(), total.exp()
+    last = None
+    if sequence is not None:
+        group = _blocks(sequence, 0, GROUP)
+        last = group[:, -1]
+        previous = last.roll(1)[None, :, None, None, None]
+        group = group[None, :, None, None]
+        weights = weights * (group[..., :, None] == group[..., None, :])
+        carry_in = carry_in * (group == previous)
     state = weights @ state
-    if state.shape[1] > 1:
-        group_state = _scan_chunks(state[..., -1, :], total[..., -1], group_starts)
-        before = torch.cat([torch.zeros_like(group_state[:, :1]), group_state[:, :-1]], 1)
-        state = state.addcmul_(carry_in[..., None], before[..., None, :])
-    return state.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :num_chunks]
+    after = _scan_groups(state[..., -1, :], total[..., -1], last)
+    # The first group follows nothing.
+    first = (torch.arange(after.shape[1], device=after.device) == 0)[:, None, None, None]
+    before = after.roll(1, 1).masked_fill(first, 0)
+    state = state + carry_in[..., None] * before[..., None, :]
+    return _trim(state.permute(0, 1, 4, 2, 3, 5).flatten(1, 2), num_chunks)
 
 
 def _states_before(
-    increment_BNHMD: Tensor, log_decay_BNHM: Tensor, initial_BSHMD: Tensor, layout: Layout
+    increment: Tensor, log_decay: Tensor, initial: Tensor, layout: Layout | None
 ) -> tuple[Tensor, Tensor]:
     """States before every chunk (B, N, H, M, D), and after every sequence (B, S, H, M, D)."""
-    kept = log_decay_BNHM.index_select(1, layout.first).exp()[..., None] * initial_BSHMD
-    after = _scan_chunks(
-        increment_BNHMD.index_add(1, layout.first, kept), log_decay_BNHM, layout.starts
-    )
-    before = after.roll(1, 1).index_copy_(1, layout.first, initial_BSHMD)
-    return before, after.index_select(1, layout.last)
+    first = _first(layout, increment.device)
+    kept = log_decay.index_select(1, first).exp()[..., None] * initial
+    sequence = None if layout is None else layout.sequence
+    after = _scan_chunks(increment.index_add(1, first, kept), log_decay, sequence)
+    before = after.roll(1, 1).index_copy(1, first, initial)
+    return before, after[:, -1:] if layout is None else after.index_select(1, layout.last)
+
+
+def _first(layout: Layout | None, device: torch.device) -> Tensor:
+    """The first chunk of each sequence."""
+    return torch.zeros(1, dtype=torch.long, device=device) if layout is None else layout.first
 
 
 def _forward(
-    u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, initial: Tensor, layout: Layout
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial: Tensor,
+    layout: Layout | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, the states after all sequences, gamma, and the states before all chunks."""
-    l_ = log_decay.cumsum(3)
-    to_end = _decay_to_end(log_decay)
-    gamma = _mix(*(x.flatten(0, 2) for x in (read, write, l_))).unflatten(0, u.shape[:3])
-    increment = (write * to_end).transpose(-1, -2) @ u
-    before, final = _states_before(increment, l_[..., -1, :], initial, layout)
-    return gamma @ u + (read * l_.exp()) @ before, final, gamma, before
+    sums = decay_sums(log_decay)
+    gamma = mix(read, write, sums)
+    increment = (write * sums.suffix.exp()).mT @ u
+    before, final = _states_before(increment, sums.total, initial, layout)
+    return gamma @ u + (read * sums.prefix.exp()) @ before, final, gamma, before
 
 
 def _backward(
@@ -157,41 +170,83 @@ def _backward(
     log_decay: Tensor,
     gamma: Tensor,
     before: Tensor,
-    layout: Layout,
+    layout: Layout | None,
 ) -> tuple[Tensor, ...]:
     """Gradients of u, read, write, log_decay and the initial states."""
-    lead, dy = u.shape[:3], dy.contiguous()
-    l_ = log_decay.cumsum(3)
-    from_start, to_end = l_.exp(), _decay_to_end(log_decay)
+    sums = decay_sums(log_decay)
+    from_start, to_end = sums.prefix.exp(), sums.suffix.exp()
     # The gradient of the state after each chunk is the same scan, run from the right.
-    increment = (read * from_start).transpose(-1, -2) @ dy
-    dafter, dinitial = _states_before(
-        increment.flip(1), l_[..., -1, :].flip(1), dfinal, layout.reversed(u.shape[1])
-    )
-    dafter = dafter.flip(1)
-    du = gamma.transpose(-1, -2) @ dy + (write * to_end) @ dafter
+    increment = (read * from_start).mT @ dy
+    turned = None if layout is None else layout.reversed()
+    dafter, dinitial = _states_before(increment.flip(1), sums.total.flip(1), dfinal.flip(1), turned)
+    dafter, dinitial = dafter.flip(1), dinitial.flip(1)
+    du = gamma.mT @ dy + (write * to_end) @ dafter
 
-    dgamma = dy @ u.transpose(-1, -2)
-    same_token = dgamma.diagonal(dim1=-2, dim2=-1)[..., None]
-    # A token's own term has no decay in it; left out here, fast modes get an exact zero below.
-    dread, dwrite = _mix_backward(
-        dgamma.tril(-1).flatten(0, 2), *(x.flatten(0, 2) for x in (read, write, l_))
-    )
-    dread, dwrite = dread.unflatten(0, lead), dwrite.unflatten(0, lead)
-    dread_state = from_start * (dy @ before.transpose(-1, -2))
-    dwrite_state = to_end * (u @ dafter.transpose(-1, -2))
+    dread_state = from_start * (dy @ before.mT)
+    dwrite_state = to_end * (u @ dafter.mT)
+    across = sums.total.exp() * (before * dafter).sum(-1)
+    dsums = (read * dread_state, write * dwrite_state, across)
+    dread, dwrite, dlog_decay = mix_backward(dy @ u.mT, read, write, sums, dsums)
+    return du, dread + dread_state, dwrite + dwrite_state, dlog_decay, dinitial
 
-    # log_decay[s] scales each path from a write at k < s to a read at t >= s: inside the chunk,
-    # into it, out of it, and across it.
-    ending = read * (dread + dread_state) - write * dwrite
-    leaving = write * dwrite_state
-    across = l_[..., -1, :].exp() * (before * dafter).sum(-1)
-    dlog_decay = ending.flip(3).cumsum(3).flip(3) + across[..., None, :]
-    dlog_decay += F.pad(leaving[..., :-1, :], (0, 0, 1, 0)).cumsum(3)
 
-    dread += same_token * write + dread_state
-    dwrite += same_token * read + dwrite_state
-    return du, dread, dwrite, dlog_decay, dinitial
+def _not_finite(x: Tensor) -> Tensor:
+    """Whether there is an inf or a NaN among the last axis: times zero, both are NaN."""
+    return (x * 0).sum(-1).isnan()
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with zeros for inf and NaN."""
+    return x.nan_to_num(0, 0, 0)
+
+
+def _spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    """What comes after a bad token of its sequence (B, N, H, C), and the states at the end.
+
+    bad: (B, N, H, C); bad_state: (B, S, H), at the beginning. The states are (B, S, H).
+    """
+    inside = bad.cumsum(-1)
+    count = inside[..., -1].cumsum(1)
+    before = count - inside[..., -1]
+    if layout is None:
+        before, final = before + bad_state, count[:, -1:] + bad_state
+    else:
+        base = before.index_select(1, layout.first) - bad_state.long()
+        before = before - base.index_select(1, layout.sequence)
+        final = count.index_select(1, layout.last) - base
+    return inside + before[..., None] > 0, final > 0
+
+
+def _nan_where(bad: Tensor, like: Tensor) -> Tensor:
+    """NaN or 0, to be added: unlike a choice, a sum keeps the NaN of its gradient."""
+    return torch.zeros_like(bad, dtype=like.dtype).masked_fill(bad, torch.nan)
+
+
+def _isolate(
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial: Tensor,
+    layout: Layout | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Inputs of `_forward` without what would spoil others, and what to add to its results."""
+    # -inf is a decay like any other, +inf and NaN are not.
+    bad = _not_finite(u) | _not_finite(write) | _not_finite(log_decay.amax(-1, True).clamp_min(0))
+    bad_state = _not_finite(initial.flatten(-2))
+    after, final = _spoilt(bad, bad_state, layout)
+    log_decay = log_decay.nan_to_num(0, 0, -torch.inf)
+    # A read spoils its own token alone.
+    nan_y = _nan_where(after | _not_finite(read), u)[..., None]
+    clean = (_finite(u), _finite(read), _finite(write), log_decay, _finite(initial))
+    return clean, (nan_y, _nan_where(final, u)[..., None, None])
+
+
+def _scan(*inputs: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    """y and the states after all sequences, for autograd to differentiate as often as asked."""
+    clean, (nan_y, nan_final) = _isolate(*inputs, layout=layout)
+    y, final, *_ = _forward(*clean, layout=layout)
+    return y + nan_y, final + nan_final
 
 
 class ChunkScan(torch.autograd.Function):
@@ -202,24 +257,55 @@ class ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        u, read, write, log_decay, initial, *layout = args
-        with torch.autocast(u.device.type, enabled=False):
-            y, final, gamma, before = _forward(u, read, write, log_decay, initial, Layout(*layout))
-        ctx.save_for_backward(u, read, write, log_decay, gamma, before, *layout)
-        return y, final
+        inputs, layout = args[:5], Layout(*args[5:]) if len(args) > 5 else None
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            clean, (nan_y, nan_final) = _isolate(*inputs, layout=layout)
+            y, final, gamma, before = _forward(*clean, layout=layout)
+        ctx.save_for_backward(*clean[:4], gamma, before, *args)
+        return y + nan_y, final + nan_final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
+        ctx: Any, dy: Tensor, dfinal: Tensor
     ) -> tuple[Tensor | None, ...]:
-        u, read, write, log_decay, gamma, before, *layout = ctx.saved_tensors
-        dy, dfinal = grad_outputs
+        saved = ctx.saved_tensors
+        kept, inputs, places = saved[:6], saved[6:11], saved[11:]
+        layout = Layout(*places) if places else None
         with torch.autocast(dy.device.type, enabled=False):
-            gradients = _backward(
-                dy, dfinal, u, read, write, log_decay, gamma, before, Layout(*layout)
-            )
-        return *gradients, None, None, None
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                gradients = _differentiable(inputs, layout, dy, dfinal)
+            else:
+                bad = _not_finite(dy) | _not_finite(inputs[1])
+                gradients = _isolated_backward(dy, dfinal, bad, kept, layout)
+        return *gradients, *(None for _ in places)
+
+
+def _isolated_backward(
+    dy: Tensor, dfinal: Tensor, bad: Tensor, kept: tuple[Tensor, ...], layout: Layout | None
+) -> tuple[Tensor, ...]:
+    """A `bad` (B, N, H, C) gradient or read spoils the gradients of its sequence up to there."""
+    bad_state = _not_finite(dfinal.flatten(-2))
+    turned = None if layout is None else layout.reversed()
+    # Backward in time, inside the chunks too.
+    up_to, first = _spoilt(bad.flip(1, 3), bad_state.flip(1), turned)
+    up_to, first = up_to.flip(1, 3)[..., None], first.flip(1)[..., None, None]
+    gradients = _backward(_finite(dy), _finite(dfinal), *kept, layout=layout)
+    du, dread, dwrite, ddecay, dinitial = gradients
+    nan = _nan_where(up_to, dy)
+    dread = dread + _nan_where(bad[..., None], dy)
+    return du + nan, dread, dwrite + nan, ddecay + nan, dinitial + _nan_where(first, dy)
+
+
+def _differentiable(
+    inputs: tuple[Tensor, ...], layout: Layout | None, dy: Tensor, dfinal: Tensor
+) -> list[Tensor | None]:
+    """The gradients with a graph of their own, which `create_graph=True` asks for."""
+    # Views, because one of the inputs may come from another.
+    inputs = tuple(x.view_as(x) for x in inputs)
+    needed = [x for x in inputs if x.requires_grad]
+    outputs = _scan(*inputs, layout=layout)
+    found = iter(torch.autograd.grad(outputs, needed, (dy, dfinal), create_graph=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
 
 
 def _chunk_slots(
@@ -237,8 +323,6 @@ def _chunk_slots(
     first = after - chunks
     # Chunks left over at the end carry no token and belong to the last sequence.
     last = torch.cat([after[:-1] - 1, after.new_full((1,), num_chunks - 1)])
-    starts = torch.zeros(num_chunks, dtype=torch.bool, device=device)
-    starts[first] = True
 
     chunk = torch.arange(num_chunks, device=device)
     sequence = torch.searchsorted(first, chunk, right=True) - 1
@@ -247,13 +331,14 @@ def _chunk_slots(
     token = token.where(offset < length[sequence, None], -1).flatten()
 
     index = torch.arange(num_tokens, device=device)
-    sequence = torch.searchsorted(cu_seqlens, index, right=True) - 1
-    return Layout(first, last, starts), token, first[sequence] * CHUNK + index - start[sequence]
+    of_token = torch.searchsorted(cu_seqlens, index, right=True) - 1
+    slot = first[of_token] * CHUNK + index - start[of_token]
+    return Layout(first, last, sequence), token, slot
 
 
-def _to_chunks(x: Tensor) -> Tensor:
-    """(B, N*C, H, X) -> (B, N, H, C, X), contiguous."""
-    return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).contiguous()
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work, which a Function of ours would stop."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def chunk_scan(
@@ -268,24 +353,28 @@ def chunk_scan(
     if initial_state is None:
         initial_state = zero_state(u, read, cu_seqlens)
     dtype, num_tokens = u.dtype, u.shape[1]
-    if num_tokens == 0:
+    if u.numel() == 0:
         return torch.zeros_like(u), initial_state
     inputs = [x.to(initial_state.dtype) for x in (u, read, write, log_decay)]
-    slot = None
+    slot, layout = None, None
     if cu_seqlens is None:
-        num_chunks = -(-num_tokens // CHUNK)
-        if pad := num_chunks * CHUNK - num_tokens:
-            inputs = [F.pad(x, (0, 0, 0, 0, 0, pad)) for x in inputs]
-        ends = torch.tensor([0, num_chunks - 1], device=u.device)
-        layout, initial = Layout(ends[:1], ends[1:], None), initial_state[:, None]
+        inputs = [_blocks(x, 1, CHUNK) for x in inputs]
+        initial = initial_state[:, None]
     else:
         num_chunks = num_tokens // CHUNK + len(cu_seqlens) - 1
         layout, token, slot = _chunk_slots(cu_seqlens.long(), num_tokens, num_chunks)
         empty = (token < 0)[:, None, None]
         # An empty slot is an identity step: no write and no decay.
         inputs = [x[:, token].masked_fill(empty, 0) for x in inputs]
+        inputs = [x.unflatten(1, (num_chunks, CHUNK)) for x in inputs]
         initial = initial_state[None]
-    y, final = ChunkScan.apply(*(_to_chunks(x) for x in inputs), initial, *layout)
+    # (B, N, H, C, ...)
+    chunks = [x.transpose(2, 3).contiguous() for x in inputs]
+    if _is_transformed():
+        with torch.autocast(u.device.type, enabled=False):
+            y, final = _scan(*chunks, initial, layout=layout)
+    else:
+        y, final = ChunkScan.apply(*chunks, initial, *(layout or ()))
     y = y.transpose(2, 3).flatten(1, 2)
-    y = y[:, :num_tokens] if slot is None else y[:, slot]
+    y = _trim(y, num_tokens) if slot is None else y[:, slot]
     return y.to(dtype), final.flatten(0, 1)

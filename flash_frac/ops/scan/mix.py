@@ -138,9 +138,8 @@ def mix_kernel(
     for level in tl.static_range(LEVELS):
         _, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level, PRECISION)
         b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        if level < LEVELS - 1:
-            b_pairs = tl.where((o_xor >> level) == 1, b_pairs, 0.0)
-        b_gamma += b_pairs
+        # Chosen, not added: other pairs of this product are NaN if one of their tokens is.
+        b_gamma = tl.where((o_xor >> level) == 1, b_pairs, b_gamma)
         b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
 
     o_weights = i_ch * C * BM + o_t[:, None] * BM + o_m

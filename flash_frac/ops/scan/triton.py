@@ -1,8 +1,8 @@
 """The Triton backend of `frac_scan`: operators of torch.library and the launches behind them.
 
 Forward: mixing weights of every chunk, states before segments, outputs. Backward: states before
-every chunk, gradients of states after segments, then the gradients. Kernels are in `mix.py` and
-`walk.py`.
+every chunk, gradients of states after segments, then the gradients. Outputs and gradients of u are
+looked through once more for what an inf or NaN has spoilt. Kernels are in `mix.py` and `walk.py`.
 Letters: B batch, T time, H heads, M modes, BM their block, D head channels, C tokens of a chunk,
 N chunks, S segments.
 """
@@ -48,7 +48,7 @@ def triton_scan(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Backend "triton" of `frac_scan`: the same arguments."""
-    if u.shape[1] == 0:
+    if u.numel() == 0:
         state = zero_state(u, read, cu_seqlens) if initial_state is None else initial_state
         return torch.zeros_like(u), state
     inputs = [x.contiguous() for x in (u, read, write, log_decay.float())]
@@ -93,9 +93,13 @@ def scan_op(
         incoming = _states_before_segments(
             u, mix.write_out, mix.total, initial, chunks, plan, backward=False
         )
-        output_kernel[plan.output.grid](
-            u, mix, initial, incoming, y, final, *_sizes(u, chunks, plan), **plan.output.options
-        )
+        for careful in (False, True):
+            output_kernel[plan.output.grid](
+                u, mix, initial, incoming, y, final,
+                *_sizes(u, chunks, plan),
+                **plan.output.options,
+                CAREFUL=careful,
+            )  # fmt: skip
     return y, final, incoming, *mix
 
 
@@ -143,18 +147,21 @@ def scan_backward_op(
         write_state=u.new_empty(*parts, CHUNK, plan.modes, dtype=torch.float32),
         across=u.new_empty(*parts, plan.modes, dtype=torch.float32),
     )
-    du, dinitial = torch.empty_like(u), None if initial is None else torch.empty_like(initial)
+    du = torch.empty_like(u)
+    dinitial = u.new_empty(state_shape(u, num_modes, cu_seqlens), dtype=torch.float32)
     gradients = Weights(*(torch.empty_like(x) for x in (read, write, log_decay)))
     with torch.cuda.device_of(u):
         states = _states_before_chunks(u, mix, initial, incoming, chunks, plan)
         later = _states_before_segments(
             dy, mix.read_in, mix.total, dfinal, chunks, plan, backward=True
         )
-        gradient_kernel[plan.gradient.grid](
-            u, dy, mix, dfinal, later, states, du, dinitial, sums,
-            *_sizes(u, chunks, plan),
-            **plan.gradient.options,
-        )  # fmt: skip
+        for careful in (False, True):
+            gradient_kernel[plan.gradient.grid](
+                u, dy, mix, dfinal, later, states, du, dinitial, sums,
+                *_sizes(u, chunks, plan),
+                **plan.gradient.options,
+                CAREFUL=careful,
+            )  # fmt: skip
         mix_backward_kernel[(chunks.num_chunks, heads)](
             Weights(read, write, log_decay),
             sums,
@@ -166,7 +173,7 @@ def scan_backward_op(
             PARTS=num_parts,
             num_warps=plan.tuning.mix_backward_warps,
         )
-    return du, *gradients, u.new_empty(0) if dinitial is None else dinitial
+    return du, *gradients, u.new_empty(0) if initial is None else dinitial
 
 
 @scan_backward_op.register_fake

@@ -5,6 +5,9 @@
     output_kernel    y = gamma u + read_in S, walking forward
     gradient_kernel  du and all products with the states, walking backward
 
+A product with gamma carries an inf or NaN to earlier tokens of the chunk: zero times NaN is NaN.
+The last two run once more where a state has become bad, CAREFUL to take bad tokens out first.
+
 Walking backward, x is dy, weights are read_in, and the state is the gradient of the state. gamma,
 read_in, write_out and total come from `mix.py`; a program owns one segment, head and block of
 channels. Letters: N chunks of C tokens, S segments, H heads, M modes in blocks BM, D head channels
@@ -22,9 +25,10 @@ from torch import Tensor
 from flash_frac.ops.arithmetic import decay_and_add, kept_parts
 from flash_frac.ops.scan.plan import locate_chunk
 
-# The log of what a new sequence keeps of the state before it: exp(-1e4) is exactly 0 in float32,
-# and unlike -inf it can be added to other logs without making a NaN.
-NOTHING_KEPT = tl.constexpr(-1e4)
+# The log of what a new sequence keeps of the state before it, even if that is NaN. A sequence that
+# forgets all of its own past keeps at least FORGOTTEN, so that a NaN can be seen at its end.
+NOTHING_KEPT = tl.constexpr(float("-inf"))
+FORGOTTEN = tl.constexpr(-1e30)
 # Integers that differ from call to call: a kernel compiled for each value would be compiled often.
 VARIES = ("num_tokens", "chunks_each", "num_chunks", "per_segment", "num_segments")
 
@@ -70,6 +74,38 @@ def _move(b_state, b_total, b_weights, b_x, PRECISION: tl.constexpr):
     """The state after a chunk: [BM, BD] from totals [BM], weights [BM, C] and inputs [C, BD]."""
     b_added = tl.dot(b_weights, b_x, input_precision=PRECISION)
     return decay_and_add(b_state, b_total[:, None], b_added)
+
+
+@triton.jit
+def _is_bad(b_x):
+    """Whether numbers are inf or NaN."""
+    return (tl.abs(b_x) < float("inf")) == 0
+
+
+@triton.jit
+def _any_bad_state(
+    p_state, i_h, i_start, i_end, o_state, m_state, p_table, num_tokens, chunks_each, H, D,
+    M: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Whether a state (Q, H, M, D) is bad among those of the sequences of chunks start to end."""
+    first, _, _, _, _ = locate_chunk(i_start, p_table, num_tokens, chunks_each, C, LAYOUT)
+    last, _, _, _, _ = locate_chunk(i_end - 1, p_table, num_tokens, chunks_each, C, LAYOUT)
+    count = 0
+    for i_sequence in range(first, last + 1):
+        o_given = (i_sequence * H + i_h) * M * D + o_state
+        b_bad = _is_bad(tl.load(p_state + o_given, mask=m_state, other=0.0)).to(tl.int32)
+        count += tl.sum(tl.sum(b_bad, 1), 0)
+    return count > 0
+
+
+@triton.jit
+def _careful_dot(b_gamma, b_x, b_added, REVERSE: tl.constexpr, PRECISION: tl.constexpr):
+    """gamma x + added [C, BD], NaN at and after a bad x, or in REVERSE at and before it."""
+    b_bad = _is_bad(b_x)
+    b_clean = tl.where(b_bad, 0.0, b_x)
+    b_result = tl.dot(b_gamma, b_clean, b_added, input_precision=PRECISION)
+    b_count = tl.cumsum(b_bad.to(tl.int32), 0, reverse=REVERSE)
+    return tl.where(b_count > 0, float("nan"), b_result)
 
 
 @triton.jit
@@ -123,7 +159,7 @@ def states_kernel(
         o_x = ((row + o_t).to(tl.int64) * H + i_h)[:, None] * D + o_d
         b_x = tl.load(p_x + o_x, mask=(o_t < length)[:, None] & m_d, other=0.0)
         b_state = _move(b_state, b_total, b_weights, b_x, PRECISION)
-        b_kept += b_total
+        b_kept += tl.maximum(b_total, FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
     if not EVERY_CHUNK:
         tl.store(p_segment_state + i_out * D + o_state, b_state, mask=m_d)
         tl.store(p_segment_total + i_out + o_m, b_kept)
@@ -152,6 +188,8 @@ def pass_kernel(
             b_added = tl.load(p_segment_state + o_row * D + o_d, mask=m_d & inside, other=0.0)
             b_total = tl.load(p_segment_total + o_row, mask=inside, other=0.0)
             tl.store(p_incoming + o_row * D + o_d, b_state, mask=m_d & inside)
+            begins = b_total == NOTHING_KEPT
+            b_state, b_lost = tl.where(begins, 0.0, b_state), tl.where(begins, 0.0, b_lost)
             b_kept, b_change = kept_parts(b_state, b_total)
             b_change += b_added + decay_and_add(b_lost, b_total, 0.0)
             b_state = b_kept + b_change
@@ -163,18 +201,25 @@ def output_kernel(
     p_u, p_mix, p_initial, p_incoming, p_y, p_final,
     p_table, num_tokens, chunks_each, num_chunks, per_segment, H, D,
     M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """y = gamma u + read_in S, and S <- exp(total) S + write_out^T u, forward in time.
 
     p_u, p_y (B, T, H, D); p_mix a `Mix`; p_incoming (S, H, BM, D), the states before segments;
-    p_initial (or None) and p_final (Q, H, M, D).
+    p_initial (or None) and p_final (Q, H, M, D). CAREFUL, it reads p_final and mends y.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
-    b_state = tl.load(p_incoming + i_in * D + o_state, mask=m_d, other=0.0)
     i_start = i_segment * per_segment
-    for i_chunk in range(i_start, tl.minimum(i_start + per_segment, num_chunks)):
+    i_end = tl.minimum(i_start + per_segment, num_chunks)
+    if CAREFUL:  # noqa: SIM102, as `and` would have the call compiled always
+        if not _any_bad_state(
+            p_final, i_h, i_start, i_end, o_state, m_state, p_table, num_tokens, chunks_each, H, D,
+            M, C, LAYOUT,
+        ):  # fmt: skip
+            return
+    b_state = tl.load(p_incoming + i_in * D + o_state, mask=m_d, other=0.0)
+    for i_chunk in range(i_start, i_end):
         sequence, row, length, first, last = locate_chunk(
             i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT
         )
@@ -188,13 +233,17 @@ def output_kernel(
         b_gamma = tl.load(p_mix.gamma + i_ch * C * C + o_t[:, None] * C + o_t[None, :])
         b_in = tl.load(p_mix.read_in + i_ch * C * BM + o_t[:, None] * BM + o_m)
         b_y = tl.dot(b_in, b_state.to(b_in.dtype), input_precision=PRECISION)
-        b_y = tl.dot(b_gamma, b_u, b_y, input_precision=PRECISION)
+        if CAREFUL:
+            b_y = _careful_dot(b_gamma, b_u, b_y, False, PRECISION)
+        else:
+            b_y = tl.dot(b_gamma, b_u, b_y, input_precision=PRECISION)
         tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=m_x)
         # [BM], [BM, C]
         b_total = tl.load(p_mix.total + i_ch * BM + o_m)
         b_out = tl.load(p_mix.write_out + i_ch * C * BM + o_t[None, :] * BM + o_m[:, None])
         b_state = _move(b_state, b_total, b_out, b_u, PRECISION)
-        tl.store(p_final + o_sequence, b_state, mask=m_state & last)
+        if not CAREFUL:
+            tl.store(p_final + o_sequence, b_state, mask=m_state & last)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -202,21 +251,28 @@ def gradient_kernel(
     p_u, p_dy, p_mix, p_dfinal, p_incoming, p_chunk_states, p_du, p_dinitial, p_sums,
     p_table, num_tokens, chunks_each, num_chunks, per_segment, H, D,
     M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """du = gamma^T dy + write_out dS', and dS <- exp(total) dS' + read_in^T dy, backward in time.
 
     On the way it leaves `ChannelSums` p_sums, from which `mix_backward_kernel` makes the gradients
     of the weights. p_u, p_dy, p_du (B, T, H, D); p_mix a `Mix`; p_chunk_states (N, H, BM, D), the
     states before chunks; p_incoming (S, H, BM, D), the gradients of the states after segments;
-    p_dfinal and p_dinitial (Q, H, M, D), or None.
+    p_dfinal (or None) and p_dinitial (Q, H, M, D). CAREFUL, it reads p_dinitial and mends du.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
+    i_start = i_segment * per_segment
+    i_end = tl.minimum(i_start + per_segment, num_chunks)
+    if CAREFUL:  # noqa: SIM102
+        if not _any_bad_state(
+            p_dinitial, i_h, num_chunks - i_end, num_chunks - i_start, o_state, m_state,
+            p_table, num_tokens, chunks_each, H, D, M, C, LAYOUT,
+        ):  # fmt: skip
+            return
     # dS' [BM, BD]
     b_state = tl.load(p_incoming + i_in * D + o_state, mask=m_d, other=0.0)
-    i_start = i_segment * per_segment
-    for i in range(i_start, tl.minimum(i_start + per_segment, num_chunks)):
+    for i in range(i_start, i_end):
         i_chunk = num_chunks - 1 - i
         sequence, row, length, first, last = locate_chunk(
             i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT
@@ -235,26 +291,30 @@ def gradient_kernel(
         b_out = tl.load(p_mix.write_out + o_weights)
         b_low = b_state.to(b_u.dtype)
         b_du = tl.dot(b_out, b_low, input_precision=PRECISION)
-        b_du = tl.dot(b_gamma, b_dy, b_du, input_precision=PRECISION)
+        if CAREFUL:
+            b_du = _careful_dot(b_gamma, b_dy, b_du, True, PRECISION)
+        else:
+            b_du = tl.dot(b_gamma, b_dy, b_du, input_precision=PRECISION)
         tl.store(p_du + o_x, b_du.to(p_du.dtype.element_ty), mask=m_x)
 
-        # [BM, BD] and [C, C]
-        b_before = tl.load(p_chunk_states + i_ch * BM * D + o_state, mask=m_d, other=0.0)
-        b_pair = tl.dot(b_dy, tl.trans(b_u), input_precision=PRECISION)
-        o_pair = i_part * C * C + o_t[:, None] * C + o_t[None, :]
-        tl.store(p_sums.pairs + o_pair, b_pair.to(p_sums.pairs.dtype.element_ty))
-        # [BM, C]
-        o_modes = i_part * C * BM + o_t[None, :] * BM + o_m[:, None]
-        b_read = tl.dot(b_before, tl.trans(b_dy), input_precision=PRECISION)
-        tl.store(p_sums.read_state + o_modes, b_read)
-        b_write = tl.dot(b_low, tl.trans(b_u), input_precision=PRECISION)
-        tl.store(p_sums.write_state + o_modes, b_write)
-        b_across = tl.sum(b_before.to(tl.float32) * b_state, 1)
-        tl.store(p_sums.across + i_part * BM + o_m, b_across)
+        if not CAREFUL:
+            # [BM, BD] and [C, C]
+            b_before = tl.load(p_chunk_states + i_ch * BM * D + o_state, mask=m_d, other=0.0)
+            b_pair = tl.dot(b_dy, tl.trans(b_u), input_precision=PRECISION)
+            o_pair = i_part * C * C + o_t[:, None] * C + o_t[None, :]
+            tl.store(p_sums.pairs + o_pair, b_pair.to(p_sums.pairs.dtype.element_ty))
+            # [BM, C]
+            o_modes = i_part * C * BM + o_t[None, :] * BM + o_m[:, None]
+            b_read = tl.dot(b_before, tl.trans(b_dy), input_precision=PRECISION)
+            tl.store(p_sums.read_state + o_modes, b_read)
+            b_write = tl.dot(b_low, tl.trans(b_u), input_precision=PRECISION)
+            tl.store(p_sums.write_state + o_modes, b_write)
+            b_across = tl.sum(b_before.to(tl.float32) * b_state, 1)
+            tl.store(p_sums.across + i_part * BM + o_m, b_across)
 
         # [BM], [BM, C]
         b_total = tl.load(p_mix.total + i_ch * BM + o_m)
         b_in = tl.load(p_mix.read_in + i_ch * C * BM + o_t[None, :] * BM + o_m[:, None])
         b_state = _move(b_state, b_total, b_in, b_dy, PRECISION)
-        if p_dinitial is not None:
+        if not CAREFUL:
             tl.store(p_dinitial + o_sequence, b_state, mask=m_state & first)

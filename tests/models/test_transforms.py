@@ -1,0 +1,82 @@
+"""What torch does with whole models: second derivatives, torch.export, torch.func."""
+
+import pytest
+import torch
+
+from flash_frac.layers import MixerState
+from flash_frac.ops.testing import relative_error
+from tests.models.conftest import make_model
+
+close = torch.testing.assert_close
+
+
+def hidden_loss(model, ids):
+    # Not logits, nor the plain loss of transformers, which are float32.
+    return model.model(ids).last_hidden_state.pow(3).mean()
+
+
+def fused_loss(model, ids):
+    return model(ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("loss", [hidden_loss, fused_loss])
+def test_products_with_the_hessian(ids, loss):
+    """Of a loss of a small model, against differences of gradients."""
+    model = make_model(num_hidden_layers=2, fuse_linear_cross_entropy=True).train()
+    weights = list(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    directions = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
+
+    def slopes(**options):
+        return torch.autograd.grad(loss(model, ids), weights, **options)
+
+    pairs = zip(slopes(create_graph=True), directions, strict=True)
+    products = torch.autograd.grad(sum((slope * d).sum() for slope, d in pairs), weights)
+    sides = []
+    for step in (1e-7, -2e-7):
+        with torch.no_grad():
+            torch._foreach_add_(weights, directions, alpha=step)
+        sides.append(slopes())
+    for product, right, left in zip(products, *sides, strict=True):
+        assert relative_error(product, (right - left) / 2e-7) < 1e-6
+
+
+def test_export_of_any_length():
+    """The forward pass with its mask, and a mixer with its state, which is a tuple of tensors."""
+    model = make_model(torch.float32, num_hidden_layers=1)
+    auto = torch.export.Dim.AUTO
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask):
+            return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+    def inputs(time):
+        ids = torch.randint(3, 61, (2, time), generator=torch.Generator().manual_seed(time))
+        mask = torch.ones_like(ids)
+        mask[0, : time // 3] = 0
+        return ids, mask
+
+    shapes = {"ids": {1: auto}, "mask": {1: auto}}
+    exported = torch.export.export(Logits(), inputs(40), dynamic_shapes=shapes).module()
+    for time in (3, 100):
+        close(exported(*inputs(time)), Logits()(*inputs(time)), rtol=1e-4, atol=1e-5)
+
+
+def test_states_are_trees():
+    """What torch.export, torch.func and DataParallel walk through."""
+    mixer = make_model(torch.float32).model.layers[0].mixer
+    x = torch.randn(2, 6, 16)
+    state = mixer(x[:, :4])[1]
+    assert len(torch.utils._pytree.tree_leaves(state)) == 2
+    rows = torch.func.vmap(
+        lambda x, *s: mixer(x[None], state=MixerState(*(t[None] for t in s)))[0][0]
+    )
+    close(rows(x[:, 4:], *state), mixer(x)[0][:, 4:], rtol=1e-4, atol=1e-6)
+    exported = torch.export.export(mixer, (x[:, 4:],), {"state": state}).module()
+    _, after = exported(x[:, 4:], state=state)
+    assert isinstance(after, MixerState)
+    close(after.recurrent, mixer(x)[1].recurrent, rtol=1e-4, atol=1e-6)
