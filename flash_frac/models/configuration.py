@@ -76,7 +76,8 @@ class FracConfig(PreTrainedConfig):
     """
 
     model_type = "frac"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    # A list, to which Trainer adds one of its own.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32000
     hidden_size: int = 768

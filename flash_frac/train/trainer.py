@@ -121,6 +121,11 @@ class FracTrainer(Trainer):
             processing_class=tokenizer,
         )
         model.set_context_group(self.context_group)
+        if (smoother := self.label_smoother) is not None:
+            # Trainer would have it shift labels, which `Collator` has shifted already.
+            self.label_smoother = lambda *args, shift_labels=False, **kwargs: smoother(
+                *args, **kwargs
+            )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         if not args.disable_tqdm:
