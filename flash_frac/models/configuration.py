@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.utils import logging
 
-from flash_frac.models.fields import check_types, did_you_mean, nearest, own_fields, unknown_names
+from flash_frac.models.fields import check_names, check_types, nearest, own_fields, unknown_names
 from flash_frac.ops import ControlSettings
 from flash_frac.theory.banks import resolve_bank
 
@@ -137,8 +137,7 @@ class FracConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in unknown_names(kwargs, type(self)):
-            raise ValueError(_unknown(name))
+        check_names(kwargs, type(self))
         if (model_type := kwargs.pop("model_type", self.model_type)) != self.model_type:
             raise ValueError(
                 f"model_type must be {self.model_type!r}, got {model_type!r}: this is the "
@@ -170,7 +169,7 @@ class FracConfig(PreTrainedConfig):
         for names, cutoff in ((foreign, 0.8), (unknown_names(kwargs, cls), 0.9)):
             for name in names:
                 if name.startswith("frac_") or nearest(name, own_fields(cls), cutoff):
-                    raise ValueError(_unknown(name))
+                    check_names([name], cls)
         # Set one by one on a finished configuration, they would not be checked, and what follows
         # from them would stay as it was.
         own = {name: value for name, value in kwargs.items() if name in own_fields(cls)}
@@ -319,8 +318,3 @@ class FracConfig(PreTrainedConfig):
             "full_attention" if n in attention else "linear_attention"
             for n in range(self.num_hidden_layers)
         ]
-
-
-def _unknown(name: str) -> str:
-    hint = did_you_mean(name, own_fields(FracConfig), "see help(FracConfig)")
-    return f"FracConfig has no field {name}{hint}"

@@ -83,6 +83,17 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"; did you mean {near}?" if near else f"; {otherwise}"
 
 
+def check_names(names: Iterable[str], config_class: type[PreTrainedConfig]) -> None:
+    """ValueError for the first unknown name, with the field that may be meant.
+
+    Example: `check_names(["d_model"], FracConfig)`
+    """
+    for name in unknown_names(names, config_class):
+        kind = config_class.__name__
+        hint = did_you_mean(name, own_fields(config_class), f"see help({kind})")
+        raise ValueError(f"{kind} has no field {name}{hint}")
+
+
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """ValueError that names the first value which its annotation does not allow.
 

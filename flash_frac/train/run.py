@@ -25,9 +25,9 @@ from flash_frac.data import (
 from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.provenance import provenance
-from flash_frac.recipes import find_config
 from flash_frac.train import checkpoint as checkpoints
-from flash_frac.train.recipe import ModelArguments, Recipe
+from flash_frac.train.arguments import ModelArguments
+from flash_frac.train.recipe import Recipe
 from flash_frac.train.trainer import AlreadyTrained, FracTrainer
 
 RUN_NAME = "run.json"
@@ -124,9 +124,7 @@ def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
             )
         check_vocabulary(tokenizer, model.config.vocab_size)
         return model
-    assert arguments.config_name is not None
-    overrides: Any = arguments.config_overrides or {}
-    config = FracConfig.from_pretrained(find_config(arguments.config_name), **overrides)
+    config = arguments.config()
     check_vocabulary(tokenizer, config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))
