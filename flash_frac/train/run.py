@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,8 +26,9 @@ from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.provenance import provenance
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.arguments import ModelArguments
+from flash_frac.train.course import AlreadyTrained, saying_what_is_kept
 from flash_frac.train.recipe import Recipe
-from flash_frac.train.trainer import AlreadyTrained, FracTrainer
+from flash_frac.train.trainer import FracTrainer
 
 RUN_NAME = "run.json"
 # Held-out sequences to evaluate on where text is streamed, which may have no end.
@@ -75,7 +75,7 @@ def train(recipe: Recipe) -> TrainResult:
     model = build_model(recipe.model, tokenizer)
     resume = _resume_point(recipe, model.config, output_dir)
     # The first process tokenises; the others find its cache.
-    with args.main_process_first(desc="tokenising"):
+    with saying_what_is_kept(args), args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
     _check_size(recipe, train_dataset)
     trainer = FracTrainer(
@@ -88,30 +88,39 @@ def train(recipe: Recipe) -> TrainResult:
     if args.should_save:
         checkpoints.clear_leftovers(output_dir)
         _write_run(recipe, model, output_dir / RUN_NAME)
-        print(_describe(model, splits, output_dir, resume), flush=True)
-    with contextlib.suppress(AlreadyTrained):
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
-    wanted = eval_dataset is not None and args.eval_strategy != "no"
-    if wanted and trainer.state.global_step not in seen:
-        trainer.evaluate()
-    final = trainer.save_final()
+        print(_describe(model, splits, None if resume else output_dir), flush=True)
+    with saying_what_is_kept(args, trainer):
+        final = _train(trainer, resume)
     history = trainer.state.log_history
     return TrainResult(
         trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
     )
 
 
-def _describe(model: FracForCausalLM, splits: Any, output_dir: Path, resume: Path | None) -> str:
-    """What begins, for the console."""
+def _train(trainer: FracTrainer, resume: Path | None) -> Path:
+    """All steps that are left, the last evaluation if it is wanted, and the final model."""
+    args = trainer.args
+    try:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    except AlreadyTrained:
+        if args.should_save:
+            print(f"This run is finished: {resume} is its last checkpoint", flush=True)
+    seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
+    wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
+    if wanted and trainer.state.global_step not in seen:
+        trainer.evaluate()
+    return trainer.save_final()
+
+
+def _describe(model: FracForCausalLM, splits: Any, new: Path | None) -> str:
+    """What begins, for the console; `new` is the folder of a run that does not resume."""
     lines = [f"Model: {model.num_parameters():,} parameters"]
     for name, store in (("Training text", splits.train), ("Held out", splits.held_out)):
         # A stream counts neither.
         if hasattr(store, "num_tokens"):
             documents = f"{store.num_documents:,} document{'s' * (store.num_documents != 1)}"
             lines.append(f"{name}: {store.num_tokens:,} tokens in {documents}")
-    lines.append(f"Resuming from {resume}" if resume else f"New run in {output_dir}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([f"New run in {new}"] if new else [])])
 
 
 def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:

@@ -17,7 +17,8 @@ from tests.train.runs import losses
 
 
 def test_what_a_run_says_at_its_start(write_recipe, tmp_path, capsys):
-    for steps, last in ((2, f"New run in {tmp_path}/run"), (3, "Resuming from .*/checkpoint-2")):
+    resuming = "Resuming from .*/checkpoint-2 at step 3, skipping the 256 tokens before it"
+    for steps, last in ((2, f"New run in {tmp_path}/run"), (3, resuming)):
         result = train(load_recipe(write_recipe(max_steps=steps, eval_strategy="no")))
         model, text, held_out, beginning = capsys.readouterr().out.splitlines()
         assert model == f"Model: {result.model.num_parameters():,} parameters"
