@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -124,6 +125,8 @@ class FracTrainer(Trainer):
             settings: Any = self.args.fsdp_plugin_args
             plugin = FullyShardedDataParallelPlugin(**settings)
             state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+            # Each new view of the state takes this one's type.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.is_fsdp_enabled = True
 
     # Batches and their loss
