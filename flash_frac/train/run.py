@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.utils import logging
 
+from flash_frac.beginning import beginning, set_beginning
 from flash_frac.data import (
     LaneDataset,
     PackedDataset,
@@ -36,6 +37,7 @@ STREAMED_HELD_OUT = 128
 # Settings that decide which sequences a step sees, and those that make the model: a run goes on
 # with the same ones only. Trainer changes use_cache, which is of no consequence here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
+_NOT_DATA = ("cache_dir", "add_bos_token")
 _MODEL_FIELDS = tuple(name for name in FracConfig.__annotations__ if name != "use_cache")
 
 
@@ -71,9 +73,11 @@ def train(recipe: Recipe) -> TrainResult:
     logging.disable_progress_bar()
     output_dir = _output_folder(recipe)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
+    set_beginning(tokenizer, recipe.data.add_bos_token)
     set_seed(args.seed)
     model = build_model(recipe.model, tokenizer)
-    resume = _resume_point(recipe, model.config, output_dir)
+    order = _order(recipe, tokenizer)
+    resume = _resume_point(recipe, order, model.config, output_dir)
     # The first process tokenises; the others find its cache.
     with saying_what_is_kept(args), args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
@@ -87,7 +91,7 @@ def train(recipe: Recipe) -> TrainResult:
     )
     if args.should_save:
         checkpoints.clear_leftovers(output_dir)
-        _write_run(recipe, model, output_dir / RUN_NAME)
+        _write_run(recipe, order, model, output_dir / RUN_NAME)
         print(_describe(model, splits, None if resume else output_dir), flush=True)
     with saying_what_is_kept(args, trainer):
         final = _train(trainer, resume)
@@ -184,7 +188,9 @@ def _output_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | None:
+def _resume_point(
+    recipe: Recipe, order: dict[str, Any], config: FracConfig, folder: Path
+) -> Path | None:
     """The checkpoint to go on from, if this folder holds one of the same run."""
     asked = recipe.training.resume_from_checkpoint
     if asked is not None:
@@ -197,7 +203,7 @@ def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | No
     written = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
     before = {**written["model"], **written["order"]}
     # The content of a configuration counts and not its path, which is another on other machines.
-    now = {name: getattr(config, name) for name in _MODEL_FIELDS} | _order(recipe)
+    now = {name: getattr(config, name) for name in _MODEL_FIELDS} | order
     changed = [
         f"{key} {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]
     ]
@@ -209,9 +215,11 @@ def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | No
     return last
 
 
-def _order(recipe: Recipe) -> dict[str, Any]:
+def _order(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     """All settings but the model's that decide which sequences it sees in which step."""
-    data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k != "cache_dir"}
+    data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k not in _NOT_DATA}
+    # Instead of add_bos_token; None as in runs that were written before there was any.
+    data["beginning"] = beginning(tokenizer) or None
     args = recipe.training
     fixed = {name: getattr(args, name) for name in _FIXED}
     parallel = {"processes": args.world_size, "context_parallel_size": args.context_parallel_size}
@@ -219,11 +227,11 @@ def _order(recipe: Recipe) -> dict[str, Any]:
     return {**start, **data, **fixed, **parallel}
 
 
-def _write_run(recipe: Recipe, model: FracForCausalLM, path: Path) -> None:
+def _write_run(recipe: Recipe, order: dict[str, Any], model: FracForCausalLM, path: Path) -> None:
     """The resolved recipe, versions and commit, for whoever wants to repeat the run."""
     content = {
         "recipe": recipe.as_dict(),
-        "order": _order(recipe),
+        "order": order,
         "model": {"parameters": model.num_parameters(), **model.config.to_dict()},
         "made_with": provenance(),
     }

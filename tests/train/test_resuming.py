@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, trainer
+from transformers import AutoTokenizer, TrainerCallback, trainer
 
 from flash_frac.train import FracTrainer, load_recipe, run, train
 from flash_frac.train.checkpoint import CheckpointError, checkpoints, last_checkpoint
@@ -168,6 +168,19 @@ def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
         train(load_recipe(write_recipe(config_overrides={"frac_num_modes": 8})))
     with pytest.raises(ValueError, match="is no complete checkpoint"):
         train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
+
+
+def test_the_beginning_of_documents_is_kept(write_recipe, tmp_path):
+    """By the tokenizer of every checkpoint, and on resuming, whatever says so."""
+    short = {"max_steps": 2, "eval_strategy": "no"}
+    train(load_recipe(write_recipe(add_bos_token=True, **short)))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert tokenizer("a").input_ids == [1, 100]
+    with pytest.raises(ValueError, match=r"other settings \(beginning \[1\] -> None\)"):
+        train(load_recipe(write_recipe(**short)))
+    recipe = load_recipe(write_recipe(**short), ["--add_bos_token", "true", "--max_steps", "3"])
+    train(recipe)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_a_run_goes_on_when_its_configuration_has_moved(write_recipe, tmp_path):
