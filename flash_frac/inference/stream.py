@@ -129,10 +129,9 @@ class FracStream:
         """
         ids, counts = to_ids(
             inputs,
-            batch_size=self.batch_size,
+            lengths=self.lengths,
             vocab_size=self.model.config.vocab_size,
             tokenizer=self.tokenizer,
-            lengths=self.lengths,
         )
         if ids.shape[1] == 0:
             return self

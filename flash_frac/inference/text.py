@@ -29,14 +29,13 @@ BROKEN = "\ufffd"
 def to_ids(
     inputs: Inputs,
     *,
-    batch_size: int,
+    lengths: Sequence[int],
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
-    lengths: Sequence[int],
 ) -> tuple[Tensor, list[int]]:
     """Ids (B, T), the shorter sequences behind zeros that mean nothing, and tokens of each.
 
-    A text at the beginning of a sequence, of length 0 so far, begins as the tokenizer begins one.
+    `lengths` are those of the B sequences so far: at 0, a text begins as the tokenizer begins one.
 
     Example: `to_ids([[5, 6], [7]], ...)` gives [[5, 6], [0, 7]] and [2, 1].
     """
@@ -55,9 +54,9 @@ def to_ids(
             if row.ndim != 1 or row.is_floating_point():
                 raise ValueError(f"inputs must hold whole numbers, ids of tokens, got {inputs!r}")
             out[ids.shape[1] - row.numel() :] = row
-    if ids.shape[0] != batch_size:
+    if ids.shape[0] != len(lengths):
         raise ValueError(
-            f"inputs must be for {batch_size} sequences, the batch_size of the stream, got "
+            f"inputs must be for {len(lengths)} sequences, the batch_size of the stream, got "
             f"{ids.shape[0]}; to feed all of them the same, repeat it in a list"
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
