@@ -74,14 +74,17 @@ class ModelArguments:
         path = find_config(self.config_name)
         path = path / "config.json" if path.is_dir() else path
         overrides: Any = self.config_overrides or {}
+        where = "config_overrides"
         try:
+            check_names(map(str, overrides), FracConfig)
+            where = f"config_name {path}"
             values = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
-                raise ValueError(f"its file must hold fields and values, got {values!r}")
-            check_names(map(str, (*values, *overrides)), FracConfig)
+                raise ValueError(f"it must hold fields and values, got {values!r}")
+            check_names(values, FracConfig)
             return FracConfig.from_dict(values, **overrides)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"the model of config_name {path}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
 
 
 @dataclass

@@ -99,7 +99,7 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
         (
             {"config_overrides": {"frac_nummodes": 8}},
             [],
-            r"no field frac_nummodes; did you mean frac_num_modes\?",
+            r"config_overrides: .* no field frac_nummodes; did you mean frac_num_modes\?",
         ),
         (
             {},
