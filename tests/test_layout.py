@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flash_frac"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Allowed arrows between the rooms: what each may import, beside itself.
-TOOLS = {"extras", "files", "provenance", "drawing", "recipes"}
+TOOLS = {"extras", "files", "provenance", "drawing", "recipes", "beginning"}
 MODEL = {"theory", "ops", "layers", "models"}
 ROOMS = {
     "extras": set(),
@@ -22,11 +22,12 @@ ROOMS = {
     "provenance": set(),
     "drawing": {"extras"},
     "recipes": set(),
+    "beginning": set(),
     "theory": {"extras"},
     "ops": set(),
     "layers": {"theory", "ops"},
     "models": {"theory", "ops", "layers"},
-    "inference": {"extras", "files"} | MODEL,
+    "inference": {"extras", "files", "beginning"} | MODEL,
     "generation": {"inference"},
     "sampling": {"inference"},
     "stream": {"inference"},

@@ -46,6 +46,13 @@ class DataArguments:
         default="bytes",
         metadata={"help": "'bytes', 'dna', a folder of a tokenizer, or its hub id."},
     )
+    add_bos_token: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Begin each document with the tokenizer's bos token, or with nothing; by "
+            "default as the tokenizer itself begins a text."
+        },
+    )
     sequence_length: int = field(
         default=1024, metadata={"help": "Tokens in one training sequence, T."}
     )

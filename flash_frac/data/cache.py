@@ -114,6 +114,7 @@ class _Maker:
     def make(self, source: _Source, *, seed: int, share: float) -> Splits:
         split = {"held_out": share, "seed": seed} if share > 0 else {}
         settings = split | {"tokenizer": self.encoder.hash, "text_field": self.text_field}
+        settings["beginning"] = self.encoder.beginning
         contents = [{k: v for k, v in fact.items() if k != "name"} for fact in source.facts]
         key = _hash({"format": FORMAT, "contents": contents, **settings})[:32]
         entry = self.cache / key

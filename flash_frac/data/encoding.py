@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from flash_frac.beginning import beginning
 from flash_frac.data.tokenizer import (
     DNA_LETTERS,
     DNA_SPECIAL,
@@ -26,7 +27,7 @@ BATCH_CHARACTERS = 1 << 22
 
 
 class Encoder:
-    """Documents to ids: each is followed by the eos token, and nothing else is added.
+    """Documents to ids: each begins as the tokenizer begins a text, and ends with the eos token.
 
     Special tokens are never read from the text: a literal "<eos>" is encoded as its letters.
     The built-in tokenizers take a table lookup on the UTF-8 bytes, with the same result. Through
@@ -45,13 +46,14 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.eos_token_id = eos
+        self.beginning = beginning(tokenizer)
         self.hash = tokenizer_hash(tokenizer)
         size = vocabulary_size(tokenizer)
         self.dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
         self._table = _tables().get(self.hash)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, without eos; arrays of the dtype that holds the vocabulary."""
+        """The ids of each text alone; arrays of the dtype that holds the vocabulary."""
         if self._table is not None:
             return [_look_up(self._table, text) for text in texts]
         ids = self.tokenizer(
@@ -74,16 +76,16 @@ class Encoder:
             batch_characters: how much text is gathered for one call of the tokenizer.
 
         Returns:
-            triples (mark, ids, ends): a long document comes in several, and the last of each
-            document ends with eos and has `ends` True.
+            triples (mark, ids, ends): a long document comes in several, the first of which has
+            what a text begins with; the last ends with eos and has `ends` True.
         """
         pieces: list[str] = []
-        facts: list[tuple[bool, bool]] = []
+        facts: list[tuple[bool, bool, bool]] = []
         size = 0
         for mark, text in documents:
-            for piece, ends in _cut(text):
+            for number, (piece, ends) in enumerate(_cut(text)):
                 pieces.append(piece)
-                facts.append((mark, ends))
+                facts.append((mark, number == 0, ends))
                 size += len(piece)
                 if size >= batch_characters:
                     yield from self._flush(pieces, facts)
@@ -92,11 +94,11 @@ class Encoder:
             yield from self._flush(pieces, facts)
 
     def _flush(
-        self, pieces: list[str], facts: list[tuple[bool, bool]]
+        self, pieces: list[str], facts: list[tuple[bool, bool, bool]]
     ) -> Iterator[tuple[bool, np.ndarray, bool]]:
-        eos = np.array([self.eos_token_id], self.dtype)
-        for ids, (mark, ends) in zip(self.encode(pieces), facts, strict=True):
-            yield mark, np.concatenate([ids, eos]) if ends else ids, ends
+        begin, eos = (np.array(x, self.dtype) for x in (self.beginning, [self.eos_token_id]))
+        for ids, (mark, begins, ends) in zip(self.encode(pieces), facts, strict=True):
+            yield mark, np.concatenate([begin[: begins * len(begin)], ids, eos[: int(ends)]]), ends
 
 
 def is_held_out(text: str, *, seed: int, share: float) -> bool:

@@ -124,15 +124,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything in a tokenizer that decides on the ids, wherever it was loaded from.
+    """A hash of all that decides on the ids of a text, wherever the tokenizer was loaded from.
+
+    What it puts before or behind a text does not count.
 
     Example: `tokenizer_hash(byte_tokenizer()) != tokenizer_hash(dna_tokenizer())`
     """
     digest = hashlib.sha256(str(tokenizer.eos_token_id).encode())
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        # These two are left behind by the last call, and belong to no text.
-        content |= {"truncation": None, "padding": None}
+        # The first two are left behind by the last call, and belong to no text.
+        content |= {"truncation": None, "padding": None, "post_processor": None}
         digest.update(json.dumps(content, sort_keys=True).encode())
         return digest.hexdigest()
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_frac.beginning import beginning
 from flash_frac.extras import require
 from flash_frac.inference import Generator, StopStrings
 from flash_frac.models import FracForCausalLM
@@ -61,6 +62,22 @@ class FracLM(HFLM):
         (`tokens_read`, without padding and what it generates) and what is cut."""
         self._max_length = max_length
         self.num_truncated = self.tokens_read = 0
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text whose first token is scored: what the tokenizer begins texts with
+        or, if that is nothing, eos, which ended the text before in training."""
+        if self.custom_prefix_token_id is not None:
+            return self.custom_prefix_token_id
+        return (beginning(self.tokenizer) or [self.tokenizer.eos_token_id])[-1]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        # The prefix is the beginning; the tokenizer would add another, to be scored.
+        asked, self.add_bos_token = self.add_bos_token, False
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self.add_bos_token = asked
 
     def _fit(self, lengths: Sequence[int], room: int) -> None:
         """ValueError if a request has more tokens than there is room for, unless cuts are asked."""

@@ -2,10 +2,11 @@
 
 Two ways of measuring have been published, and both are reported:
 
-    whole    a document of at least N tokens, cut to N with its beginning token; every token but
-             the first is scored (YaRN). "ppl" is exp of the mean loss of all tokens, which, all
-             documents being of one length, is what YaRN's code prints; "ppl_documents" is the mean
-             of the documents' own perplexities, which one bad document can rule.
+    whole    a document of at least N tokens, cut to N with the bos token that its tokenizer puts
+             before it, if it does; every token but the first is scored (YaRN). "ppl" is exp of the
+             mean loss of all tokens, which, all documents being of one length, is what YaRN's code
+             prints; "ppl_documents" is the mean of the documents' own perplexities, which one bad
+             document can rule.
     ends     windows of N tokens, without a beginning token, at up to about ten places spread over
              each document; of each window the last 100 tokens are scored (DeciMamba, LongMamba).
 
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_frac.beginning import beginning
 from flash_frac.evals.examples import Source, prepare_from_hub, read_records
 from flash_frac.evals.perplexity import BATCH_TOKENS
 from flash_frac.evals.suites import Metric, Request, Suite, Task
@@ -91,7 +93,7 @@ def long_perplexity(
             need not be able to continue from a cache by more than one token.
 
     Example:
-        >>> long_perplexity(model, documents, 16384, bos=tokenizer.bos_token_id).ppl
+        >>> long_perplexity(model, documents, 16384).ppl
         28.4
     """
     _check(length, min_tokens, score_last, piece_tokens)
@@ -202,8 +204,8 @@ def measure(request: Request) -> dict[str, Any]:
         )
     least = max(n for n in (length, *request.suite.lengths) if n <= longest)
     kept = [document for document in documents if len(document) >= least][:NUM_DOCUMENTS]
-    model, bos = request.lm.model, request.lm.tokenizer.bos_token_id
-    whole = long_perplexity(model, kept, length, bos=bos)
+    model, start = request.lm.model, beginning(request.lm.tokenizer)
+    whole = long_perplexity(model, kept, length, bos=start[-1] if start else None)
     ends = long_perplexity(model, kept, length, score_last=min(SCORE_LAST, length - 1))
     return {
         "ppl": whole.ppl,

@@ -235,6 +235,8 @@ def _conditions(
         "max_length": (None if unit.length else settings.max_length) or suite.tokens(unit),
         "truncate": settings.truncate,
         "num_fewshot": suite.num_fewshot,
+        # Results of before this rule began some texts with a bos token in any case.
+        "texts_begin": "as the tokenizer begins them",
         "seed": settings.seed,
     }
 

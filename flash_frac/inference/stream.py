@@ -120,8 +120,8 @@ class FracStream:
     def feed(self, inputs: Inputs) -> FracStream:
         """Read on; however a sequence is cut into calls, the result is the same.
 
-        Text becomes tokens call by call, and no special token is added: where the model knows one
-        at the beginning, feed its id first.
+        Text becomes tokens call by call. The first text of a sequence begins as the tokenizer
+        begins a text, with its bos token or nothing (docs/training.md); ids are read as they are.
 
         Args:
             inputs: a text, a list of ids or a tensor (T,); for B > 1 a list of B texts or of B
@@ -129,7 +129,7 @@ class FracStream:
         """
         ids, counts = to_ids(
             inputs,
-            batch_size=self.batch_size,
+            lengths=self.lengths,
             vocab_size=self.model.config.vocab_size,
             tokenizer=self.tokenizer,
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from flash_frac.beginning import beginning
 from flash_frac.models import FracForCausalLM
 
 Inputs: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
@@ -28,11 +29,13 @@ BROKEN = "\ufffd"
 def to_ids(
     inputs: Inputs,
     *,
-    batch_size: int,
+    lengths: Sequence[int],
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[Tensor, list[int]]:
     """Ids (B, T), the shorter sequences behind zeros that mean nothing, and tokens of each.
+
+    `lengths` are those of the B sequences so far: at 0, a text begins as the tokenizer begins one.
 
     Example: `to_ids([[5, 6], [7]], ...)` gives [[5, 6], [0, 7]] and [2, 1].
     """
@@ -42,7 +45,7 @@ def to_ids(
             raise ValueError(f"inputs must have shape (T,) or (B, T), got {tuple(inputs.shape)}")
         counts = [ids.shape[1]] * ids.shape[0]
     else:
-        rows = [torch.as_tensor(row) for row in _rows(inputs, tokenizer)]
+        rows = [torch.as_tensor(row) for row in _rows(inputs, tokenizer, lengths)]
         # A list without tokens becomes a tensor of floats.
         rows = [row if row.numel() else row.long() for row in rows]
         counts = [row.numel() for row in rows]
@@ -51,9 +54,9 @@ def to_ids(
             if row.ndim != 1 or row.is_floating_point():
                 raise ValueError(f"inputs must hold whole numbers, ids of tokens, got {inputs!r}")
             out[ids.shape[1] - row.numel() :] = row
-    if ids.shape[0] != batch_size:
+    if ids.shape[0] != len(lengths):
         raise ValueError(
-            f"inputs must be for {batch_size} sequences, the batch_size of the stream, got "
+            f"inputs must be for {len(lengths)} sequences, the batch_size of the stream, got "
             f"{ids.shape[0]}; to feed all of them the same, repeat it in a list"
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
@@ -71,6 +74,7 @@ def to_ids(
 def _rows(
     inputs: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase | None,
+    lengths: Sequence[int],
 ) -> Sequence[Sequence[int]]:
     texts = [inputs] if isinstance(inputs, str) else inputs
     if any(isinstance(text, str) for text in texts):
@@ -79,7 +83,14 @@ def _rows(
                 "inputs must be ids, got text; for text, make FracStream(model, tokenizer)"
             )
         encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)  # pyright: ignore
-        return encoded["input_ids"]  # pyright: ignore[reportReturnType]
+        rows: Any = encoded["input_ids"]
+        start = beginning(tokenizer) if 0 in lengths else []
+        return [
+            # A text that names its bos token has it already.
+            start + row if row and n == 0 and row[: len(start)] != start else row
+            # The caller refuses a wrong number of texts.
+            for row, n in zip(rows, [*lengths, *[1] * len(rows)], strict=False)
+        ]
     nested = len(inputs) > 0 and isinstance(inputs[0], (Sequence, Tensor))
     return inputs if nested else [inputs]  # pyright: ignore[reportReturnType]
 

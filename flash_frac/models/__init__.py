@@ -6,6 +6,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flash_frac.models.cache import FracCache, read_state, write_state
 from flash_frac.models.configuration import FracConfig
@@ -21,6 +22,8 @@ AutoConfig.register(FracConfig.model_type, FracConfig)
 AutoModel.register(FracConfig, FracModel)
 AutoModelForCausalLM.register(FracConfig, FracForCausalLM)
 AutoModelForSequenceClassification.register(FracConfig, FracForSequenceClassification)
+# By this table Trainer's label smoothing, among others, knows whose labels are to be shifted.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FracConfig.model_type] = FracForCausalLM.__name__
 
 __all__ = [
     "FracCache",

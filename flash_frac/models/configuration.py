@@ -5,13 +5,17 @@ Letters: E hidden_size, I intermediate_size = H D, H num_attention_heads, D head
 
 from __future__ import annotations
 
+from inspect import get_annotations
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
+from transformers.utils import logging
 
+from flash_frac.models.fields import check_names, check_types, nearest, own_fields, unknown_names
 from flash_frac.ops import ControlSettings
 from flash_frac.theory.banks import resolve_bank
 
+logger = logging.get_logger(__name__)
 _POSITIVE = (
     "vocab_size",
     "hidden_size",
@@ -76,7 +80,8 @@ class FracConfig(PreTrainedConfig):
     """
 
     model_type = "frac"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    # A list, to which Trainer adds one of its own.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32000
     hidden_size: int = 768
@@ -132,13 +137,17 @@ class FracConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        unknown = sorted(key for key in kwargs if key.startswith("frac_"))
-        if unknown:
-            raise ValueError(f"unknown arguments {', '.join(unknown)}; see help(FracConfig)")
+        check_names(kwargs, type(self))
+        if (model_type := kwargs.pop("model_type", self.model_type)) != self.model_type:
+            raise ValueError(
+                f"model_type must be {self.model_type!r}, got {model_type!r}: this is the "
+                "configuration of another model"
+            )
         for name in _POSITIVE:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_types(vars(self), get_annotations(FracConfig, eval_str=True))
         if self.intermediate_size is None:
             self.intermediate_size = int(self.frac_expand * self.hidden_size)
         if self.frac_head_dim is None:
@@ -147,6 +156,37 @@ class FracConfig(PreTrainedConfig):
         if self.attention_layers is not None:
             self._check_attention()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As for every configuration; `kwargs` that are fields are checked like those of a file.
+
+        A name in the file that looks like none of ours is kept, with a warning: other tools leave
+        their notes there. Everything that `from_pretrained` reads comes through here.
+        """
+        foreign = {name: config_dict[name] for name in unknown_names(config_dict, cls)}
+        # Names of transformers' own loading are not ours to know: only a near miss is refused.
+        for names, cutoff in ((foreign, 0.8), (unknown_names(kwargs, cls), 0.9)):
+            for name in names:
+                if name.startswith("frac_") or nearest(name, own_fields(cls), cutoff):
+                    check_names([name], cls)
+        # Set one by one on a finished configuration, they would not be checked, and what follows
+        # from them would stay as it was.
+        own = {name: value for name, value in kwargs.items() if name in own_fields(cls)}
+        stated = config_dict.get("intermediate_size")
+        if "frac_expand" in own and "intermediate_size" not in own and stated is not None:
+            raise ValueError(
+                f"frac_expand has no effect where intermediate_size is stated, here {stated}: "
+                "change intermediate_size instead"
+            )
+        rest = {name: value for name, value in kwargs.items() if name not in own}
+        known = {name: value for name, value in config_dict.items() if name not in foreign}
+        result = super().from_dict({**known, **own}, **rest)
+        config = result[0] if isinstance(result, tuple) else result
+        for name, value in foreign.items():
+            logger.warning(f"FracConfig has no field {name}; it is kept and changes nothing.")
+            setattr(config, name, value)
+        return result
 
     def _check(self) -> None:
         inner, heads, head_dim = (
@@ -212,13 +252,12 @@ class FracConfig(PreTrainedConfig):
 
     def _check_attention(self) -> None:
         layers, count = self.attention_layers, self.num_hidden_layers
-        whole = isinstance(layers, list | tuple | range) and all(_is_whole(n) for n in layers)
-        if not whole or len(set(layers)) != len(layers) or not all(0 <= n < count for n in layers):  # pyright: ignore
+        assert layers is not None
+        if len(set(layers)) != len(layers) or not all(0 <= n < count for n in layers):
             raise ValueError(
                 "attention_layers must be a list of different whole numbers from 0 to "
                 f"{count - 1}, the layers of the model, got {layers!r}"
             )
-        assert layers is not None
         if len(layers) == count:
             raise ValueError(
                 f"attention_layers must leave a Frac layer, got all {count}; for a transformer "
@@ -232,7 +271,7 @@ class FracConfig(PreTrainedConfig):
             "attention_intermediate_size",
         ):
             value = getattr(self, name)
-            if value is not None and not (_is_whole(value) and value > 0):
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
         if self.attention_head_dim is None and self.hidden_size % heads:
             raise ValueError(
@@ -279,7 +318,3 @@ class FracConfig(PreTrainedConfig):
             "full_attention" if n in attention else "linear_attention"
             for n in range(self.num_hidden_layers)
         ]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,6 +1,7 @@
 """Training: a recipe in, a checkpoint out, on Hugging Face's Trainer."""
 
-from flash_frac.train.recipe import FracTrainingArguments, ModelArguments, Recipe, load_recipe
+from flash_frac.train.arguments import FracTrainingArguments, ModelArguments
+from flash_frac.train.recipe import Recipe, load_recipe
 from flash_frac.train.run import TrainResult, train
 from flash_frac.train.trainer import FracTrainer, decayed_parameters
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
@@ -49,6 +50,20 @@ def describe(step: int, logs: dict[str, Any]) -> str | None:
 
 class ConsoleCallback(ProgressCallback):
     """A progress bar, and one line where Trainer would print a dictionary."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Steps before a checkpoint took no time of this run.
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, dynamic_ncols=True
+            )
+
+    def close(self) -> None:
+        """Leave the bar as it is, so that other lines do not run into it."""
+        for bar in (self.training_bar, self.prediction_bar):
+            if bar is not None:
+                bar.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         line = describe(state.global_step, logs or {})

@@ -8,95 +8,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.utils import logging
+from transformers.hf_argparser import string_to_bool
 
 from flash_frac.data import DataArguments
+from flash_frac.models.fields import did_you_mean
 from flash_frac.recipes import MODELS, find_config, find_recipe
-
-logger = logging.get_logger(__name__)
-
-
-@dataclass(kw_only=True)
-class ModelArguments:
-    """Which model is trained: fresh weights of a configuration, or those of a checkpoint."""
-
-    config_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "An installed model size, a config.json or its folder: start from fresh "
-            "weights. In a recipe a relative path starts from the recipe's folder."
-        },
-    )
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A checkpoint or hub id: go on from its weights."}
-    )
-    config_overrides: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Fields to change in the configuration of config_name."}
-    )
-
-    def __post_init__(self) -> None:
-        if (self.config_name is None) == (self.model_name_or_path is None):
-            given = "neither" if self.config_name is None else "both"
-            raise ValueError(
-                "exactly one of config_name (fresh weights) and model_name_or_path (weights to go "
-                f"on from) must be given, got {given}"
-            )
-        if isinstance(self.config_overrides, str):
-            self.config_overrides = json.loads(self.config_overrides)
-        if self.config_overrides is not None and self.config_name is None:
-            raise ValueError("config_overrides changes a configuration: it needs config_name")
-
-
-@dataclass
-class FracTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what a Frac run adds."""
-
-    context_parallel_size: int = field(
-        default=1, metadata={"help": "Ranks that share each sequence; divides their number."}
-    )
-    memory_law_steps: int = field(
-        default=100, metadata={"help": "Steps between logs of the memory law; 0 for none."}
-    )
-    peak_tflops: float | None = field(
-        default=None, metadata={"help": "The device's matrix rate for MFU, where it is not known."}
-    )
-
-    def __post_init__(self) -> None:
-        # Batches carry cu_seqlens and labels already shifted, which are no columns of a dataset.
-        self.remove_unused_columns = False
-        # Every parameter takes part in every step, and looking for others costs time at each.
-        if self.ddp_find_unused_parameters is None:
-            self.ddp_find_unused_parameters = False
-        # A loss that is not a number is to stop the run, not to be averaged away.
-        self.logging_nan_inf_filter = False
-        # Batches have one shape; and each process reads its own, since packed rows cannot be cut.
-        self.dataloader_drop_last = True
-        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
-        if self.accelerator_config is None:
-            self.accelerator_config = {"dispatch_batches": False}
-        if self.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            logger.warning("fsdp: there is one process, and nothing to shard.")
-            self.fsdp = None
-        super().__post_init__()
-        if self.context_parallel_size < 1 or self.world_size % self.context_parallel_size:
-            raise ValueError(
-                f"context_parallel_size must divide the number of processes, {self.world_size}, "
-                f"got {self.context_parallel_size}; start more with torchrun --nproc_per_node"
-            )
-        if self.memory_law_steps < 0:
-            raise ValueError(f"memory_law_steps must be 0 or more, got {self.memory_law_steps}")
+from flash_frac.train.arguments import FracTrainingArguments, ModelArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +76,41 @@ _REPLACES = {
 }
 
 
+# Fields whose value is a mapping; some of them also take the path of a file.
+_MAPPINGS = ("config_overrides", "liger_kernel_config", *TrainingArguments._VALID_DICT_FIELDS)
+
+
 class _Parser(HfArgumentParser):
     """Errors are raised, for callers other than a command line."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as in YAML 1.2, and no key comes twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"the key {name} is there twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _mapping(text: str) -> Any:
+    """What is typed as '{key: value}', which is YAML and, with quotes, JSON."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no mapping: {error}") from error
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -163,41 +119,55 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         path: the path of a YAML file, or the name of an installed recipe.
         overrides: arguments as they are typed; they replace what the recipe says.
+            `config_overrides` adds to those of the recipe.
 
     Example:
         >>> recipe = load_recipe("small", ["--learning_rate", "3e-4"])
     """
     path = find_recipe(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold 'key: value' lines, got {type(values).__name__}")
+    values = _read(path)
     parser = _Parser(
         [ModelArguments, DataArguments, FracTrainingArguments],  # pyright: ignore
         allow_abbrev=False,
         add_help=False,
     )
     options = {name.removeprefix("--"): a for name, a in parser._option_string_actions.items()}
+    for name in _MAPPINGS:
+        options[name].type = _mapping
+    # Trainer declares it as text, of which "true" would be none of its strategies.
+    options["fsdp"].type = string_to_bool
     for key in values:
         _check_name(str(key), options, f"{path}: ")
     for argument in overrides:
         if match := re.match(r"--([A-Za-z_][\w-]*)", argument):
             _check_name(match[1].replace("-", "_"), options, "")
-    typed = [key for key in _REPLACES if any(_names(a, key) for a in overrides)]
+    typed = [key for key in options if any(_names(a, key) for a in overrides)]
     for name in typed:
-        values = {key: value for key, value in values.items() if key not in _REPLACES[name]}
-    arguments = [text for key, value in values.items() for text in _typed(options[key], value)]
+        replaced = _REPLACES.get(name, ())
+        values = {key: value for key, value in values.items() if key not in replaced}
     try:
+        arguments = [text for key, value in values.items() for text in _typed(options[key], value)]
         model, data, training = parser.parse_args_into_dataclasses([*arguments, *overrides])
+        if "config_overrides" in typed:
+            model.config_overrides = (values.get("config_overrides") or {}) | model.config_overrides
+        if model.config_name is not None:
+            found = find_config(model.config_name, "" if "config_name" in typed else path.parent)
+            # An installed size keeps its name, which means the same on every machine.
+            model.config_name = found.name if found.parent == MODELS else str(found)
+            model.config()
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if model.config_name is not None:
-        found = find_config(model.config_name, "" if "config_name" in typed else path.parent)
-        # An installed size keeps its name, which means the same on every machine.
-        model.config_name = found.name if found.parent == MODELS else str(found)
     return Recipe(model=model, data=data, training=training)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold 'key: value' lines, got {type(values).__name__}")
+    return values
 
 
 def _names(argument: str, field_name: str) -> bool:
@@ -206,22 +176,19 @@ def _names(argument: str, field_name: str) -> bool:
 
 
 def _check_name(name: str, options: dict[str, argparse.Action], where: str) -> None:
-    if name in options:
-        return
-    near = difflib.get_close_matches(name, options, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "; see `frac train --help`"
-    raise ValueError(f"{where}unknown key {name}{hint}")
+    if name not in options:
+        hint = did_you_mean(name, options, "see `frac train --help`")
+        raise ValueError(f"{where}unknown key {name}{hint}")
 
 
 def _typed(action: argparse.Action, value: Any) -> list[str]:
     """A value of the YAML file as one would type it, so that there is one check of types."""
     name = f"--{action.dest}"
     if value is None:
-        return []
-    # `--fsdp` takes any text, and the text "true" is none of its strategies.
-    if value is True and action.nargs == "?":
-        return [name]
-    if value is False and action.nargs == "?" and action.default is None:
+        if action.default is not None:
+            raise ValueError(
+                f"{action.dest} is null: leave it out for its default, {action.default}"
+            )
         return []
     if isinstance(value, bool):
         return [f"{name}={str(value).lower()}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,6 +13,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.utils import logging
 
+from flash_frac.beginning import beginning, set_beginning
 from flash_frac.data import (
     LaneDataset,
     PackedDataset,
@@ -25,10 +25,11 @@ from flash_frac.data import (
 from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.provenance import provenance
-from flash_frac.recipes import find_config
 from flash_frac.train import checkpoint as checkpoints
-from flash_frac.train.recipe import ModelArguments, Recipe
-from flash_frac.train.trainer import AlreadyTrained, FracTrainer
+from flash_frac.train.arguments import ModelArguments
+from flash_frac.train.course import AlreadyTrained, saying_what_is_kept
+from flash_frac.train.recipe import Recipe
+from flash_frac.train.trainer import FracTrainer
 
 RUN_NAME = "run.json"
 # Held-out sequences to evaluate on where text is streamed, which may have no end.
@@ -36,6 +37,7 @@ STREAMED_HELD_OUT = 128
 # Settings that decide which sequences a step sees, and those that make the model: a run goes on
 # with the same ones only. Trainer changes use_cache, which is of no consequence here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
+_NOT_DATA = ("cache_dir", "add_bos_token")
 _MODEL_FIELDS = tuple(name for name in FracConfig.__annotations__ if name != "use_cache")
 
 
@@ -71,11 +73,13 @@ def train(recipe: Recipe) -> TrainResult:
     logging.disable_progress_bar()
     output_dir = _output_folder(recipe)
     tokenizer = load_tokenizer(recipe.data.tokenizer)
+    set_beginning(tokenizer, recipe.data.add_bos_token)
     set_seed(args.seed)
     model = build_model(recipe.model, tokenizer)
-    resume = _resume_point(recipe, model.config, output_dir)
+    order = _order(recipe, tokenizer)
+    resume = _resume_point(recipe, order, model.config, output_dir)
     # The first process tokenises; the others find its cache.
-    with args.main_process_first(desc="tokenising"):
+    with saying_what_is_kept(args), args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
     _check_size(recipe, train_dataset)
     trainer = FracTrainer(
@@ -87,31 +91,40 @@ def train(recipe: Recipe) -> TrainResult:
     )
     if args.should_save:
         checkpoints.clear_leftovers(output_dir)
-        _write_run(recipe, model, output_dir / RUN_NAME)
-        print(_describe(model, splits, output_dir, resume), flush=True)
-    with contextlib.suppress(AlreadyTrained):
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
-    wanted = eval_dataset is not None and args.eval_strategy != "no"
-    if wanted and trainer.state.global_step not in seen:
-        trainer.evaluate()
-    final = trainer.save_final()
+        _write_run(recipe, order, model, output_dir / RUN_NAME)
+        print(_describe(model, splits, None if resume else output_dir), flush=True)
+    with saying_what_is_kept(args, trainer):
+        final = _train(trainer, resume)
     history = trainer.state.log_history
     return TrainResult(
         trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
     )
 
 
-def _describe(model: FracForCausalLM, splits: Any, output_dir: Path, resume: Path | None) -> str:
-    """What begins, for the console."""
+def _train(trainer: FracTrainer, resume: Path | None) -> Path:
+    """All steps that are left, the last evaluation if it is wanted, and the final model."""
+    args = trainer.args
+    try:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    except AlreadyTrained:
+        if args.should_save:
+            print(f"This run is finished: {resume} is its last checkpoint", flush=True)
+    seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
+    wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
+    if wanted and trainer.state.global_step not in seen:
+        trainer.evaluate()
+    return trainer.save_final()
+
+
+def _describe(model: FracForCausalLM, splits: Any, new: Path | None) -> str:
+    """What begins, for the console; `new` is the folder of a run that does not resume."""
     lines = [f"Model: {model.num_parameters():,} parameters"]
     for name, store in (("Training text", splits.train), ("Held out", splits.held_out)):
         # A stream counts neither.
         if hasattr(store, "num_tokens"):
             documents = f"{store.num_documents:,} document{'s' * (store.num_documents != 1)}"
             lines.append(f"{name}: {store.num_tokens:,} tokens in {documents}")
-    lines.append(f"Resuming from {resume}" if resume else f"New run in {output_dir}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([f"New run in {new}"] if new else [])])
 
 
 def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
@@ -124,9 +137,7 @@ def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
             )
         check_vocabulary(tokenizer, model.config.vocab_size)
         return model
-    assert arguments.config_name is not None
-    overrides: Any = arguments.config_overrides or {}
-    config = FracConfig.from_pretrained(find_config(arguments.config_name), **overrides)
+    config = arguments.config()
     check_vocabulary(tokenizer, config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))
@@ -177,7 +188,9 @@ def _output_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | None:
+def _resume_point(
+    recipe: Recipe, order: dict[str, Any], config: FracConfig, folder: Path
+) -> Path | None:
     """The checkpoint to go on from, if this folder holds one of the same run."""
     asked = recipe.training.resume_from_checkpoint
     if asked is not None:
@@ -190,7 +203,7 @@ def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | No
     written = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
     before = {**written["model"], **written["order"]}
     # The content of a configuration counts and not its path, which is another on other machines.
-    now = {name: getattr(config, name) for name in _MODEL_FIELDS} | _order(recipe)
+    now = {name: getattr(config, name) for name in _MODEL_FIELDS} | order
     changed = [
         f"{key} {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]
     ]
@@ -202,9 +215,11 @@ def _resume_point(recipe: Recipe, config: FracConfig, folder: Path) -> Path | No
     return last
 
 
-def _order(recipe: Recipe) -> dict[str, Any]:
+def _order(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     """All settings but the model's that decide which sequences it sees in which step."""
-    data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k != "cache_dir"}
+    data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k not in _NOT_DATA}
+    # Instead of add_bos_token; None as in runs that were written before there was any.
+    data["beginning"] = beginning(tokenizer) or None
     args = recipe.training
     fixed = {name: getattr(args, name) for name in _FIXED}
     parallel = {"processes": args.world_size, "context_parallel_size": args.context_parallel_size}
@@ -212,11 +227,11 @@ def _order(recipe: Recipe) -> dict[str, Any]:
     return {**start, **data, **fixed, **parallel}
 
 
-def _write_run(recipe: Recipe, model: FracForCausalLM, path: Path) -> None:
+def _write_run(recipe: Recipe, order: dict[str, Any], model: FracForCausalLM, path: Path) -> None:
     """The resolved recipe, versions and commit, for whoever wants to repeat the run."""
     content = {
         "recipe": recipe.as_dict(),
-        "order": _order(recipe),
+        "order": order,
         "model": {"parameters": model.num_parameters(), **model.config.to_dict()},
         "made_with": provenance(),
     }

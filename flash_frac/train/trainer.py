@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
@@ -31,6 +32,7 @@ from flash_frac.data import Bookmark, Collator, StreamingDataset
 from flash_frac.files import write_text
 from flash_frac.inspect.statistics import memory_statistics
 from flash_frac.train import checkpoint as checkpoints
+from flash_frac.train.course import Course
 from flash_frac.train.monitor import (
     ConsoleCallback,
     JsonLinesCallback,
@@ -58,34 +60,6 @@ def decayed_parameters(model: nn.Module) -> list[str]:
     ]
     known = dict(model.named_parameters())
     return [name for name in names if name in known]
-
-
-class AlreadyTrained(Exception):
-    """The checkpoint that a run goes on from is its last."""
-
-
-class _Course(TrainerCallback):
-    """Sets the epoch of the sampler, which accelerate does not do on resuming.
-
-    It also ends a run that is complete already, before its first step: Trainer would make one more.
-    """
-
-    def __init__(self, trainer: FracTrainer) -> None:
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.order is not None:
-            self.trainer.order.set_epoch(math.floor((state.epoch or 0) + 1e-6))
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self.trainer.train_dataset, StreamingDataset):
-            # Trainer counts all passes over a stream as one, which a bookmark does not.
-            self.trainer.train_dataset.restart()
-            self.trainer.keeps_bookmarks = False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            raise AlreadyTrained
 
 
 class FracTrainer(Trainer):
@@ -121,16 +95,24 @@ class FracTrainer(Trainer):
             processing_class=tokenizer,
         )
         model.set_context_group(self.context_group)
+        if (smoother := self.label_smoother) is not None:
+            # Trainer would have it shift labels, which `Collator` has shifted already.
+            self.label_smoother = lambda *args, shift_labels=False, **kwargs: smoother(
+                *args, **kwargs
+            )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
+        # First, because a run that is complete needs no bar.
+        self.add_callback(Course(self))
+        self.console = ConsoleCallback()
         if not args.disable_tqdm:
-            self.add_callback(ConsoleCallback())
+            self.add_callback(self.console)
         self.add_callback(JsonLinesCallback())
-        self.add_callback(_Course(self))
         peak = args.peak_tflops and args.peak_tflops * 1e12
         self.peak_flops = peak or device_peak_flops(args.device)
         # Where Trainer writes a checkpoint while it is not complete.
         self._draft_dir: str | None = None
+        self.resumed_from: Path | None = None
         self._last_inputs: dict[str, Any] = {}
         self.keeps_bookmarks, self._bookmark = True, None
         self._tokens, self._since, self._paused = 0, time.perf_counter(), 0.0
@@ -143,6 +125,8 @@ class FracTrainer(Trainer):
             settings: Any = self.args.fsdp_plugin_args
             plugin = FullyShardedDataParallelPlugin(**settings)
             state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+            # Each new view of the state takes this one's type.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.is_fsdp_enabled = True
 
     # Batches and their loss
@@ -313,7 +297,19 @@ class FracTrainer(Trainer):
             folder = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
             if folder is not None:
                 self._load_position(folder)
+            self.resumed_from = folder
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse what Trainer warns of, but for tied weights, which are saved under one name."""
+        model = self.frac_model()
+        tied = model._tied_weights_keys if model.config.tie_word_embeddings else {}
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        if missing or load_result.unexpected_keys:
+            raise ValueError(
+                f"the checkpoint {self.resumed_from or self.state.best_model_checkpoint} is not of "
+                f"this model: missing {missing}, unexpected {load_result.unexpected_keys}"
+            )
 
     def _load_position(self, folder: Path) -> None:
         """Take up carried states and the position of a stream from a checkpoint."""

@@ -1,10 +1,12 @@
 """FracConfig: defaults, round trip, the committed sizes, and errors that name their field."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models import FracConfig, FracForCausalLM, configuration
 from flash_frac.recipes import find_config, installed_sizes
 from tests.tiny import tiny_config
 
@@ -127,9 +129,90 @@ def test_pure_multiscale_bank():
         ({"frac_prior": "flat"}, "prior must be one of"),
         ({"frac_prior": "exact", "frac_learned_timescales": True}, "frac_learned_timescales needs"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"frac_num_mode": 4}, "unknown arguments frac_num_mode"),
+        ({"frac_num_mode": 4}, r"no field frac_num_mode; did you mean frac_num_modes\?"),
+        ({"d_model": 64}, r"no field d_model; did you mean hidden_size\?"),
+        ({"num_hiden_layers": 2}, r"no field num_hiden_layers; did you mean num_hidden_layers\?"),
+        ({"sliding_door": 2}, r"no field sliding_door; see help\(FracConfig\)"),
+        ({"per_layer_config": {0: {"frac_num_modes": 4}}}, "no field per_layer_config"),
+        ({"model_type": "qwen3"}, "model_type must be 'frac', got 'qwen3'"),
+        ({"frac_num_modes": "8"}, "frac_num_modes must be a positive integer, got '8'"),
+        ({"frac_tau_max": "1e5"}, "frac_tau_max must be a number, got '1e5'"),
+        ({"frac_use_D": "no"}, "frac_use_D must be true or false, got 'no'"),
+        ({"frac_bank": 3}, "frac_bank must be text or a list of numbers, got 3"),
+        ({"frac_dt_init": [1.0]}, "frac_dt_init must be a number or None"),
+        ({"intermediate_size": 96.0}, "intermediate_size must be a whole number or None, got 96.0"),
     ],
 )
 def test_wrong_values(wrong, match):
     with pytest.raises(ValueError, match=match):
         FracConfig(**wrong)
+
+
+GENERIC = {
+    "architectures": ["FracForCausalLM"],
+    "attn_implementation": "eager",
+    "auto_map": {"AutoConfig": "modeling_frac.FracConfig"},
+    "_commit_hash": "0123",
+    "_name_or_path": "somewhere",
+    "is_decoder": True,
+    "num_labels": 5,
+    "output_attentions": False,
+    "quantization_config": {"quant_method": "torchao"},
+    "temperature": 0.5,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.44.0",
+}
+
+
+def test_names_of_transformers_are_accepted(tmp_path):
+    """What transformers itself passes, writes or once wrote."""
+    config = FracConfig(**GENERIC)
+    assert config.dtype == torch.bfloat16 and config.num_labels == 5
+    assert FracConfig(**config.to_dict()).to_dict() == config.to_dict()
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert loaded.quantization_config == GENERIC["quantization_config"]
+
+
+def test_fields_that_are_changed_on_loading(tmp_path):
+    """They are checked, and what follows from them is computed from them."""
+    (tmp_path / "config.json").write_text('{"model_type": "frac", "hidden_size": 32}')
+    config, unused = FracConfig.from_pretrained(
+        tmp_path,
+        hidden_size=48,
+        num_attention_heads=4,
+        return_unused_kwargs=True,
+        device_map="cpu",
+        trust_remote_code=False,
+    )
+    assert (config.intermediate_size, config.frac_head_dim) == (96, 24)
+    assert unused == {"device_map": "cpu"}
+    for load in (FracConfig, AutoConfig):
+        for name, right in (("frac_nummodes", "frac_num_modes"), ("hiden_size", "hidden_size")):
+            with pytest.raises(ValueError, match=rf"no field {name}; did you mean {right}\?"):
+                load.from_pretrained(tmp_path, **{name: 8})
+    with pytest.raises(ValueError, match="frac_num_modes must be a positive integer, got '8'"):
+        FracConfig.from_pretrained(tmp_path, frac_num_modes="8")
+    assert FracConfig.from_pretrained(tmp_path, frac_expand=3.0).intermediate_size == 96
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="frac_expand has no effect where intermediate_size is"):
+        FracConfig.from_pretrained(tmp_path, frac_expand=3.0)
+
+
+def test_files_of_others(tmp_path):
+    """A misspelt name and another model's type are refused; a tool's note is kept, and named."""
+    path = tmp_path / "config.json"
+    for name in ("d_model", "vocabsize", "frac_dt"):
+        path.write_text(f'{{"model_type": "frac", "{name}": 64}}')
+        with pytest.raises(ValueError, match=f"no field {name}"):
+            AutoConfig.from_pretrained(tmp_path)
+    path.write_text('{"model_type": "qwen3", "hidden_size": 64}')
+    with pytest.raises(ValueError, match="model_type must be 'frac', got 'qwen3'"):
+        FracConfig.from_pretrained(tmp_path)
+    path.write_text('{"model_type": "frac", "tool_version": "1.0"}')
+    with mock.patch.object(configuration.logger, "warning") as warning:
+        config = AutoConfig.from_pretrained(tmp_path)
+    assert config.tool_version == "1.0" and "no field tool_version" in warning.call_args[0][0]
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).tool_version == "1.0"

@@ -256,7 +256,7 @@ def test_forward_compiles_without_graph_breaks(ids):
         ({"attention_key_value_heads": 3}, "must divide num_attention_heads"),
         (
             {"attention_intermediate_size": True},
-            "attention_intermediate_size must be None or a pos",
+            "attention_intermediate_size must be a whole number or None, got True",
         ),
     ],
 )

@@ -65,27 +65,35 @@ def test_data_parallel(compare, processes, way):
     compare(processes, batch=4 // processes, run=way)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_sharded(compare, tmp_path, processes):
-    path, folder = compare(processes, *SHARDED, batch=4 // processes, memory_law_steps=2)
+def test_sharded(compare, tmp_path):
+    path, folder = compare(2, *SHARDED, batch=2, memory_law_steps=2)
     assert len(logged(folder, "memory/horizon")) == 2
     last = folder / f"checkpoint-{STEPS}"
     assert (last / "pytorch_model_fsdp_0").is_dir() and not (last / "model.safetensors").exists()
     joined = consolidate(last, tmp_path / "joined")
-    model = AutoModelForCausalLM.from_pretrained(joined)
-    final = AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
-    assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
+    assert_same_model(joined, folder / "final")
     assert AutoTokenizer.from_pretrained(joined).eos_token_id == 2
-    if processes == 2:
-        resume_is_exact(path, folder)
+    resume_is_exact(2, path, folder, *SHARDED)
 
 
-def resume_is_exact(path, folder):
+def test_sharded_with_whole_checkpoints(compare):
+    """As `fsdp` alone has it: each is a folder for from_pretrained, and can be resumed."""
+    path, folder = compare(4, "--fsdp", "true", batch=1)
+    assert_same_model(folder / f"checkpoint-{STEPS}", folder / "final")
+    resume_is_exact(4, path, folder, "--fsdp", "true")
+
+
+def assert_same_model(one, other):
+    one, other = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (one, other))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def resume_is_exact(processes, path, folder, *arguments):
     """Without its last checkpoint, the run finds the same end again."""
     before, weights = logged(folder), load_file(folder / "final" / "model.safetensors")
     (folder / f"checkpoint-{STEPS}").rename(folder / "old")
-    size = ["--per_device_train_batch_size", "2", "--output_dir", str(folder)]
-    run(2, path, *size, *SHARDED)
+    size = ["--per_device_train_batch_size", str(4 // processes), "--output_dir", str(folder)]
+    run(processes, path, *size, *arguments)
     assert logged(folder) == before
     again = load_file(folder / "final" / "model.safetensors")
     assert all(torch.equal(weights[name], again[name]) for name in weights)

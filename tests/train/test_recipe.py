@@ -7,6 +7,7 @@ import pytest
 
 from flash_frac.recipes import find_config, find_recipe, installed_recipes, installed_sizes
 from flash_frac.train import load_recipe
+from flash_frac.train.arguments import FracTrainingArguments
 
 
 def test_a_recipe_and_what_is_typed_beside_it(write_recipe):
@@ -21,12 +22,37 @@ def test_a_number_that_yaml_takes_for_text(write_recipe):
 
 def test_dictionaries_and_switches(write_recipe):
     path = write_recipe(
-        config_overrides={"frac_num_modes": 8}, lr_scheduler_kwargs={"num_cycles": 2}, bf16=False
+        config_overrides={"frac_num_modes": 8, "frac_tau_max": 2e3},
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs={"num_cycles": 2},
+        bf16=False,
     )
     recipe = load_recipe(path, ["--gradient_checkpointing"])
-    assert recipe.model.config_overrides == {"frac_num_modes": 8}
+    assert recipe.model.config_overrides == {"frac_num_modes": 8, "frac_tau_max": 2e3}
     assert recipe.training.lr_scheduler_kwargs == {"num_cycles": 2}
     assert recipe.training.gradient_checkpointing is True
+
+
+@pytest.mark.parametrize(
+    "text", ["{frac_num_modes: 8, frac_dt_max: 1e-1}", '{"frac_num_modes": 8}']
+)
+def test_mappings_on_the_command_line(write_recipe, text):
+    """As a recipe has them, or as JSON; they add to those of the recipe."""
+    path = write_recipe(config_overrides={"num_hidden_layers": 1, "frac_num_modes": 3})
+    model = load_recipe(path, ["--config_overrides", text]).model
+    assert (model.config().num_hidden_layers, model.config().frac_num_modes) == (1, 8)
+    assert model.config().frac_dt_max == (0.1 if "dt" in text else 1.0)
+    kwargs = ["--lr_scheduler_type=cosine", "--lr_scheduler_kwargs={num_cycles: 2}"]
+    assert load_recipe(path, kwargs).training.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+@pytest.mark.parametrize("typed", [["--fsdp"], ["--fsdp", "true"], ["--fsdp=false"]])
+def test_a_switch_with_a_value(write_recipe, monkeypatch, typed):
+    """Sharding is left out in one process, so there must be two, or what looks like it."""
+    monkeypatch.setattr(FracTrainingArguments, "__post_init__", lambda self: None)
+    asked = load_recipe(write_recipe(fsdp=True), typed).training.fsdp
+    assert asked is (typed != ["--fsdp=false"])
+    assert load_recipe(write_recipe(fsdp=True)).training.fsdp is True
 
 
 def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
@@ -51,6 +77,43 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
         ({"stateful": True}, [], "stateful needs documents apart"),
         ({"context_parallel_size": 2}, [], "context_parallel_size must divide the number of proc"),
         ({"memory_law_steps": -1}, [], "memory_law_steps must be 0 or more"),
+        ({}, ["--max_steps", "-5"], "max_steps must be above 0, or -1 to train for num_train_ep"),
+        ({"max_steps": 0}, [], "max_steps must be above 0"),
+        ({"max_steps": -1, "num_train_epochs": 0}, [], "num_train_epochs must be above 0, got 0"),
+        ({"gradient_accumulation_steps": 0}, [], "gradient_accumulation_steps must be above 0"),
+        ({"save_steps": -3}, [], "save_steps must be above 0, got -3"),
+        ({"weight_decay": -0.1}, [], "weight_decay must be 0 or more, got -0.1"),
+        ({"learning_rate": "nan"}, [], "learning_rate must be 0 or more, got nan"),
+        ({"max_grad_norm": None}, [], "max_grad_norm is null: leave it out for its default, 1.0"),
+        (
+            {"lr_scheduler_kwargs": {"num_cycle": 2}},
+            [],
+            r"lr_scheduler_kwargs \{'num_cycle': 2\}: .* argument 'num_cycle'",
+        ),
+        (
+            {"fsdp_config": {"state_dict_typ": "x"}},
+            [],
+            r"fsdp_config has no key state_dict_typ; did you mean state_dict_type\?",
+        ),
+        ({}, ["--fsdp", "full_shard"], "argument --fsdp: Truthy value expected: got full_shard"),
+        (
+            {"config_overrides": {"frac_nummodes": 8}},
+            [],
+            r"config_overrides: .* no field frac_nummodes; did you mean frac_num_modes\?",
+        ),
+        (
+            {},
+            ["--config_overrides", '{"frac_nummodes": 8}'],
+            r"no field frac_nummodes; did you mean frac_num_modes\?",
+        ),
+        (
+            {"config_overrides": {"frac_num_modes": "8"}},
+            [],
+            "frac_num_modes must be a positive integer, got '8'",
+        ),
+        ({}, ["--config_overrides", "frac_num_modes=8"], "config_overrides must be a mapping such"),
+        ({}, ["--config_overrides={8: 1}"], "no field 8"),
+        ({}, ["--config_overrides={a: [}"], "config_overrides.*: {a: .} is no mapping"),
         (
             {"stateful": True, "separate_documents": True, "gradient_checkpointing": True},
             [],
@@ -72,6 +135,21 @@ def test_what_cannot_be_is_said_and_nothing_is_made(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_configuration_of_another_model(write_recipe, tmp_path):
+    path = write_recipe(config_name="other")
+    (tmp_path / "other").mkdir()
+    for text, message in (
+        ('{"model_type": "qwen3"}', "config_name .*: model_type must be 'frac', got 'qwen3'"),
+        ('{"n_layer": 3}', r"no field n_layer; did you mean num_hidden_layers\?"),
+        ('{"tool_version": 3}', r"no field tool_version; see help\(FracConfig\)"),
+        ("{", "config_name .*: Expecting property name"),
+        ("[1]", r"config_name .* must hold fields and values, got \[1\]"),
+    ):
+        (tmp_path / "other" / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_recipe(path)
+
+
 def test_no_recipe(tmp_path):
     with pytest.raises(ValueError, match="there is no recipe"):
         load_recipe(tmp_path / "none.yaml")
@@ -81,6 +159,9 @@ def test_no_recipe(tmp_path):
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match="is not YAML"):
         load_recipe(tmp_path / "broken.yaml")
+    (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
+    with pytest.raises(ValueError, match="the key max_steps is there twice"):
+        load_recipe(tmp_path / "twice.yaml")
 
 
 ROOT = Path(__file__).parents[2]

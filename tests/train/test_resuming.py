@@ -2,14 +2,18 @@
 
 import json
 import time
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, TrainerCallback, trainer
 
-from flash_frac.train import FracTrainer, load_recipe, train
+from flash_frac.train import FracTrainer, load_recipe, run, train
 from flash_frac.train.checkpoint import CheckpointError, checkpoints, last_checkpoint
 from flash_frac.train.monitor import LOG_NAME, read_lines
+from tests.commands import frac
 from tests.train.runs import assert_same_weights, finish, losses, start, weights
 
 
@@ -42,24 +46,31 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(write_recipe, tmp_path)
 class StopAt(TrainerCallback):
     """Ends a run as an error would."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, error):
+        self.step, self.error = step, error
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise InterruptedError
+            raise self.error
 
 
-def interrupted(monkeypatch, recipe, step):
-    """Run until an error in `step`."""
+@contextmanager
+def stopping(monkeypatch, step, error=InterruptedError):
+    """Runs end by an error when they have made `step` steps."""
     plain = FracTrainer.__init__
 
     def with_stop(self, *args, **kwargs):
         plain(self, *args, **kwargs)
-        self.add_callback(StopAt(step))
+        self.add_callback(StopAt(step, error))
 
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+    with monkeypatch.context() as patch:
         patch.setattr(FracTrainer, "__init__", with_stop)
+        yield
+
+
+def interrupted(monkeypatch, recipe, step):
+    """Run until an error in `step`."""
+    with stopping(monkeypatch, step), pytest.raises(InterruptedError):
         train(recipe)
 
 
@@ -102,11 +113,49 @@ def test_resuming_a_hub_dataset_is_exact(
     assert any("eval_loss" in log for log in result.history)
 
 
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        (5, "stopped at step 5; checkpoint-4 is kept; the same command goes on from there"),
+        (1, "stopped at step 1; there is no checkpoint yet, so the same command begins again"),
+    ],
+)
+def test_ctrl_c(write_recipe, monkeypatch, step, kept):
+    with stopping(monkeypatch, step, KeyboardInterrupt):
+        done = frac("train", write_recipe(disable_tqdm=False))
+    assert done.returncode == 130 and done.stdout.splitlines()[-1] == kept
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_tokens_are_made(write_recipe, monkeypatch):
+    monkeypatch.setattr(run, "build_data", mock.Mock(side_effect=KeyboardInterrupt))
+    done = frac("train", write_recipe())
+    kept = "there is no checkpoint yet, so the same command begins again"
+    assert done.returncode == 130 and done.stdout == f"stopped before the first step; {kept}\n"
+
+
+def test_resuming_without_noise(write_recipe, tmp_path):
+    """A tied head is saved once; any other missing tensor is an error, and not a warning."""
+    train(load_recipe(write_recipe(max_steps=2, eval_strategy="no")))
+    with mock.patch.object(trainer.logger, "warning") as warning:
+        train(load_recipe(write_recipe(max_steps=3, eval_strategy="no")))
+    assert not any("missing keys" in str(call) for call in warning.mock_calls)
+    saved = tmp_path / "run" / "checkpoint-3" / "model.safetensors"
+    tensors = load_file(saved)
+    del tensors["model.norm.weight"]
+    save_file(tensors, saved, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"checkpoint-3 is not of this model: missing \['model.no"):
+        train(load_recipe(write_recipe(max_steps=4, eval_strategy="no")))
+
+
 def test_a_complete_run_is_not_trained_further(write_recipe, tmp_path):
-    path = write_recipe()
+    path = write_recipe(disable_tqdm=False)
     train(load_recipe(path))
     before = weights(tmp_path / "run")
-    train(load_recipe(path))
+    done = frac("train", path)
+    finished = f"This run is finished: {tmp_path}/run/checkpoint-6 is its last checkpoint"
+    assert done.returncode == 0 and finished in done.stdout.splitlines()
+    assert "Resuming" not in done.stdout and "0/6" not in done.stderr
     assert len(losses(tmp_path / "run")) == 6
     assert_same_weights(weights(tmp_path / "run"), before)
 
@@ -119,6 +168,19 @@ def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
         train(load_recipe(write_recipe(config_overrides={"frac_num_modes": 8})))
     with pytest.raises(ValueError, match="is no complete checkpoint"):
         train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
+
+
+def test_the_beginning_of_documents_is_kept(write_recipe, tmp_path):
+    """By the tokenizer of every checkpoint, and on resuming, whatever says so."""
+    short = {"max_steps": 2, "eval_strategy": "no"}
+    train(load_recipe(write_recipe(add_bos_token=True, **short)))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert tokenizer("a").input_ids == [1, 100]
+    with pytest.raises(ValueError, match=r"other settings \(beginning \[1\] -> None\)"):
+        train(load_recipe(write_recipe(**short)))
+    recipe = load_recipe(write_recipe(**short), ["--add_bos_token", "true", "--max_steps", "3"])
+    train(recipe)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_a_run_goes_on_when_its_configuration_has_moved(write_recipe, tmp_path):

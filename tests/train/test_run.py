@@ -17,7 +17,8 @@ from tests.train.runs import losses
 
 
 def test_what_a_run_says_at_its_start(write_recipe, tmp_path, capsys):
-    for steps, last in ((2, f"New run in {tmp_path}/run"), (3, "Resuming from .*/checkpoint-2")):
+    resuming = "Resuming from .*/checkpoint-2 at step 3, skipping the 256 tokens before it"
+    for steps, last in ((2, f"New run in {tmp_path}/run"), (3, resuming)):
         result = train(load_recipe(write_recipe(max_steps=steps, eval_strategy="no")))
         model, text, held_out, beginning = capsys.readouterr().out.splitlines()
         assert model == f"Model: {result.model.num_parameters():,} parameters"
@@ -221,6 +222,23 @@ def test_switches_do_not_change_what_is_learned(write_recipe, tmp_path, apart, c
     plain, changed = ([loss for _, loss in losses(folder)] for folder in outputs)
     assert changed == pytest.approx(plain, rel=tolerance)
     assert all(p.dtype == torch.float32 for p in result.model.parameters())
+
+
+def test_label_smoothing_shifts_nothing_twice(write_recipe, monkeypatch):
+    plain, seen = FracTrainer.compute_loss, []
+
+    def spy(self, model, inputs, *args, **kwargs):
+        ids, labels = inputs["input_ids"], inputs["shift_labels"].flatten()
+        with torch.no_grad():
+            logits = model(ids).logits.flatten(0, 1)
+        seen.append(torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1))
+        seen.append(plain(self, model, inputs, *args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(FracTrainer, "compute_loss", spy)
+    train(load_recipe(write_recipe(label_smoothing_factor=0.1, max_steps=1, eval_strategy="no")))
+    expected, got = seen
+    torch.testing.assert_close(got.detach(), expected)
 
 
 def test_the_gradient_is_clipped(write_recipe, tmp_path):

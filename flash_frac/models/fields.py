@@ -1,0 +1,119 @@
+"""Names and types of a configuration's fields: a misspelt one must not build another model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+# What other model families call a field of ours.
+_ALIASES = {
+    "d_model": "hidden_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "d_state": "frac_num_modes",
+    "state_size": "frac_num_modes",
+    "d_conv": "frac_conv_kernel",
+    "rope_theta": "attention_rope_parameters",
+    "rope_scaling": "attention_rope_parameters",
+    "rope_parameters": "attention_rope_parameters",
+}
+# Names that transformers takes or writes, of this major release and the one before, apart from the
+# fields of its base class and settings of generation.
+_OF_TRANSFORMERS = {
+    "add_cross_attention", "attn_implementation", "auto_map", "cross_attention_hidden_size",
+    "decoder_start_token_id", "experts_implementation", "finetuning_task", "is_decoder",
+    "model_type", "name_or_path", "num_labels", "output_attentions", "prefix", "pruned_heads",
+    "quantization_config", "sep_token_id", "task_specific_params", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers_weights",
+    "use_bfloat16",
+}  # fmt: skip
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "None",
+    list[int]: "a list of whole numbers",
+    list[float]: "a list of numbers",
+    dict[str, Any]: "a mapping",
+}
+
+
+def unknown_names(names: Iterable[str], config_class: type[PreTrainedConfig]) -> list[str]:
+    """Those that are neither fields of a configuration nor names that transformers uses.
+
+    Private names (_name_or_path) are notes of whoever wrote the file.
+    """
+    known = {field.name for field in fields(config_class)} | _OF_TRANSFORMERS
+    known |= set(vars(GenerationConfig()))
+    return [name for name in names if name not in known and not name.startswith("_")]
+
+
+def own_fields(config_class: type[PreTrainedConfig]) -> list[str]:
+    """The fields that a configuration adds to those of its base class."""
+    common = {field.name for field in fields(PreTrainedConfig)}
+    return [field.name for field in fields(config_class) if field.name not in common]
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is meant, if one is close enough.
+
+    Example: `nearest("frac_nummodes", ["frac_num_modes"]) == "frac_num_modes"`
+    """
+    known = list(known)
+    if _ALIASES.get(name) in known:
+        return _ALIASES[name]
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of an error about an unknown name.
+
+    Example: `raise ValueError(f"unknown key {name}{did_you_mean(name, keys, 'see --help')}")`
+    """
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else f"; {otherwise}"
+
+
+def check_names(names: Iterable[str], config_class: type[PreTrainedConfig]) -> None:
+    """ValueError for the first unknown name, with the field that may be meant.
+
+    Example: `check_names(["d_model"], FracConfig)`
+    """
+    for name in unknown_names(names, config_class):
+        kind = config_class.__name__
+        hint = did_you_mean(name, own_fields(config_class), f"see help({kind})")
+        raise ValueError(f"{kind} has no field {name}{hint}")
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """ValueError that names the first value which its annotation does not allow.
+
+    Example: `check_types({"frac_num_modes": "8"}, {"frac_num_modes": int})`
+    """
+    for name, hint in hints.items():
+        if not _fits(values[name], hint):
+            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            wanted = " or ".join(_WORDS.get(kind, str(kind)) for kind in kinds)
+            raise ValueError(f"{name} must be {wanted}, got {values[name]!r}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, kind) for kind in get_args(hint))
+    if hint is Any or isinstance(value, bool):
+        return hint in (Any, bool)
+    if get_origin(hint) is list:
+        (kind,) = get_args(hint)
+        return isinstance(value, list | tuple | range) and all(_fits(x, kind) for x in value)
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, get_origin(hint) or hint)

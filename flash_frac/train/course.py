@@ -1,0 +1,75 @@
+"""Where a run begins, goes on and stops, and what it says about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from flash_frac.data import StreamingDataset
+from flash_frac.train.checkpoint import last_checkpoint
+
+if TYPE_CHECKING:
+    from flash_frac.train.trainer import FracTrainer
+
+
+class AlreadyTrained(Exception):
+    """The checkpoint that a run goes on from is its last."""
+
+
+class Course(TrainerCallback):
+    """Sets the epoch of the sampler, which accelerate does not do on resuming.
+
+    It also ends a run that is complete already, before its first step: Trainer would make one more.
+    """
+
+    def __init__(self, trainer: FracTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise AlreadyTrained
+        if self.trainer.resumed_from is not None and args.should_save:
+            print(describe_resuming(self.trainer), flush=True)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.order is not None:
+            self.trainer.order.set_epoch(math.floor((state.epoch or 0) + 1e-6))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if isinstance(self.trainer.train_dataset, StreamingDataset):
+            # Trainer counts all passes over a stream as one, which a bookmark does not.
+            self.trainer.train_dataset.restart()
+            self.trainer.keeps_bookmarks = False
+
+
+def describe_resuming(trainer: FracTrainer) -> str:
+    """From where a run goes on, and what it does not read again."""
+    args, recipe, step = trainer.args, trainer.recipe, trainer.state.global_step
+    replicas = args.world_size // recipe.training.context_parallel_size
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
+    skipped = f"skipping the {step * rows * recipe.data.sequence_length:,} tokens before it"
+    if args.ignore_data_skip:
+        skipped = "reading the text from its beginning (ignore_data_skip)"
+    return f"Resuming from {trainer.resumed_from} at step {step + 1}, {skipped}"
+
+
+@contextmanager
+def saying_what_is_kept(args: Any, trainer: FracTrainer | None = None) -> Iterator[None]:
+    """On Ctrl-C, say what an interrupted run leaves; `trainer` if there is one already."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if trainer is not None:
+            trainer.console.close()
+        last = last_checkpoint(args.output_dir)
+        kept = "there is no checkpoint yet, so the same command begins again"
+        if last is not None:
+            kept = f"{last.name} is kept; the same command goes on from there"
+        where = f"at step {trainer.state.global_step}" if trainer else "before the first step"
+        if args.should_save:
+            print(f"stopped {where}; {kept}", flush=True)
+        raise
