@@ -20,6 +20,7 @@ from flash_frac.bench.timing import OURS
 from flash_frac.drawing import short
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
+from flash_frac.models.loading import find_checkpoint
 from flash_frac.provenance import provenance
 from flash_frac.recipes import find_config, installed_sizes
 
@@ -87,7 +88,8 @@ def choose_config(config: str | None) -> FracConfig:
         )
     name = config or "frac-1.3b"
     if name.count("/") == 1 and not Path(name).exists():
-        return FracConfig.from_pretrained(name)
+        found = find_checkpoint(name, argument="config")
+        return FracConfig.from_pretrained(found.name, **found.options)
     return FracConfig.from_pretrained(find_config(name, argument="config"))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from flash_frac.data import load_tokenizer
 from flash_frac.evals import harness
 from flash_frac.evals.examples import (
     fingerprints,
@@ -33,6 +34,7 @@ from flash_frac.evals.report import markdown
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
 from flash_frac.files import write_json, write_text
+from flash_frac.models.loading import find_checkpoint, find_tokenizer
 from flash_frac.provenance import provenance, version_of
 
 
@@ -53,6 +55,8 @@ class Settings:
         truncate: cut the beginning off what is longer, and say how often, where that is an error.
         batch_size: a number, or "auto".
         seed: of whatever is drawn.
+        tokenizer: its name, as `flash_frac.data.load_tokenizer` takes it, instead of the
+            checkpoint's own.
     """
 
     suites: tuple[str, ...]
@@ -65,6 +69,7 @@ class Settings:
     truncate: bool = False
     batch_size: int | str = "auto"
     seed: int = 0
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         check_suites(self.suites)
@@ -177,10 +182,18 @@ def _available(plan: list[tuple[Suite, Unit]], settings: Settings) -> list[tuple
 def _load(checkpoint: str, settings: Settings) -> Any:
     from flash_frac.evals.language_model import FracLM
 
-    try:
-        lm = FracLM(checkpoint, batch_size=settings.batch_size, truncate=settings.truncate)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+    found = find_checkpoint(checkpoint)
+    if settings.tokenizer is None:
+        tokenizer = find_tokenizer(found)
+    else:
+        tokenizer = load_tokenizer(settings.tokenizer, needs_eos=False)
+    lm = FracLM(
+        found.name,
+        tokenizer=tokenizer,
+        strict=True,
+        batch_size=settings.batch_size,
+        truncate=settings.truncate,
+    )
     if lm.world_size > 1:
         raise ValueError(
             f"frac eval runs in one process, got {lm.world_size}; for several GPUs start it more "
@@ -236,6 +249,7 @@ def _conditions(
         "truncate": settings.truncate,
         "num_fewshot": suite.num_fewshot,
         "seed": settings.seed,
+        "tokenizer": settings.tokenizer,
     }
 
 

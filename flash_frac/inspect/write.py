@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import html
 import json
+import logging
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
 from flash_frac.extras import require
 from flash_frac.inspect.fits import Fit
 from flash_frac.inspect.report import MemoryReport, inspect_model
+from flash_frac.inspect.statistics import check_model
+from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
+logger = logging.getLogger(__name__)
 _PARTS = ("page.html", "page.css", "charts.js", "page.js")
 # From nothing to much, as on the page.
 SHADES = ("#f4f7f7", "#6fc0c5", "#00707c", "#00323a")
@@ -33,7 +37,7 @@ DEEPEST = 1e-9
 def write_report(report: MemoryReport, folder: str | Path) -> Path:
     """Write page, figures and numbers into a folder, which is made; returns the page's path.
 
-    Needs matplotlib.
+    Without matplotlib there are no figures, and a warning in the log says so.
 
     Example: `write_report(inspect_model(model, ids), "memory")`
     """
@@ -45,6 +49,11 @@ def write_report(report: MemoryReport, folder: str | Path) -> Path:
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     page = folder / "index.html"
     page.write_text(render_page(numbers), encoding="utf-8")
+    try:
+        require("matplotlib", "plot", "a figure")
+    except ImportError as error:
+        logger.warning("%s has no figures beside it: %s", page, error)
+        return page
     draw_alpha(folder / "alpha.svg", report)
     draw_horizon(folder / "horizon.svg", report)
     for n in range(len(report.layers)):
@@ -76,6 +85,7 @@ def inspect_checkpoint(
     text: str,
     text_name: str = "text",
     num_tokens: int = 4096,
+    tokenizer: Any = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     **settings: Any,
@@ -88,24 +98,30 @@ def inspect_checkpoint(
         text: what to read, from its beginning; the lags end where it does.
         text_name: what the report calls it.
         num_tokens: so much of the text is read at most.
+        tokenizer: instead of the checkpoint's own.
         device, dtype: of the model.
         settings: `factor`, `num_lags` and `max_sources` of `inspect_model`.
 
     Example: `inspect_checkpoint("my-frac", "memory", text=Path("book.txt").read_text())`
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if num_tokens < 16:
         raise ValueError(f"num_tokens must be at least 16, got {num_tokens}")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
+    found = find_checkpoint(checkpoint)
+    if tokenizer is None:
+        tokenizer = find_tokenizer(found)
     # A token is a letter at least, mostly; cutting first saves the time a whole book would take.
     ids = tokenizer(text[: 32 * num_tokens], return_tensors="pt").input_ids[:, :num_tokens]
     if ids.shape[1] < 16:
         raise ValueError(
             f"text must have at least 16 tokens, got {ids.shape[1]}; use one of some thousand"
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=dtype)
-    model.to(device)
+    model = load_model(found, dtype=dtype).to(device)
+    check_model(model)
+    if int(ids.max()) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has an id {int(ids.max())}, but the model's vocab_size is "
+            f"{model.config.vocab_size}; use the tokenizer that the model was trained with"
+        )
     report = inspect_model(model, ids.to(device), text=text_name, **settings)
     write_report(report, out)
     return report

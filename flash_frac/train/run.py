@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 from transformers.utils import logging
 
 from flash_frac.data import (
@@ -24,6 +24,7 @@ from flash_frac.data import (
 )
 from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models.loading import damaged_file, load_model
 from flash_frac.provenance import provenance
 from flash_frac.recipes import find_config
 from flash_frac.train import checkpoint as checkpoints
@@ -74,6 +75,11 @@ def train(recipe: Recipe) -> TrainResult:
     set_seed(args.seed)
     model = build_model(recipe.model, tokenizer)
     resume = _resume_point(recipe, model.config, output_dir)
+    damage = damaged_file(resume)
+    if damage is not None:
+        raise ValueError(
+            f"{damage}: delete {resume}, and the same command resumes from the checkpoint before it"
+        )
     # The first process tokenises; the others find its cache.
     with args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
@@ -117,7 +123,7 @@ def _describe(model: FracForCausalLM, splits: Any, output_dir: Path, resume: Pat
 def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
     """The model of a recipe, its special tokens those of the tokenizer."""
     if arguments.model_name_or_path is not None:
-        model: Any = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+        model = load_model(arguments.model_name_or_path, argument="model_name_or_path")
         if not isinstance(model, FracForCausalLM):
             raise ValueError(
                 f"model_name_or_path must be a Frac language model, got {type(model).__name__}"
