@@ -1,7 +1,7 @@
 """OpenAI's API over HTTP: the server is `transformers serve`, for one Frac model.
 
 Two of its parts are replaced. Models are loaded by `flash_frac.models.loading`, which refuses
-broken checkpoints. Requests are checked, so that a client's mistake is answered with a status of 4xx and
+broken checkpoints. Requests are checked: a client's mistake is answered with a status of 4xx and
 {"error": {"message": ..., "type": "invalid_request_error", "code": 4xx}}.
 """
 

@@ -4,7 +4,7 @@ report.json     every number; the keys are the attributes of `MemoryReport`
 index.html      the page, with numbers, style and script inside: it needs no other file
 alpha.svg       median alpha by layer and head
 horizon.svg     reach of each layer
-layer_00.svg    responses and modes of a layer, one file each
+layer_00.svg    responses and modes of a layer, one file each; numbered as in the model
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def write_report(report: MemoryReport, folder: str | Path) -> Path:
         return page
     draw_alpha(folder / "alpha.svg", report)
     draw_horizon(folder / "horizon.svg", report)
-    for n in range(len(report.layers)):
-        draw_layer(folder / f"layer_{n:02}.svg", report, n)
+    for n, layer in enumerate(report.layers):
+        draw_layer(folder / f"layer_{layer.number:02}.svg", report, n)
     return page
 
 
@@ -130,6 +131,8 @@ def inspect_checkpoint(
 def draw_layer(path: str | Path, report: MemoryReport, layer: int) -> None:
     """Responses of all heads of a layer with the laws of their mean, and the use of modes.
 
+    The layer is report.layers[layer].
+
     Example: `draw_layer("layer_00.svg", report, 0)`
     """
     seen = report.layers[layer]
@@ -153,7 +156,8 @@ def draw_alpha(path: str | Path, report: MemoryReport) -> None:
         for layer in report.layers
     ]
     with figure_at(path, (5.6, 1.8 + 0.12 * len(medians)), [1]) as (figure, axes):
-        _heat(figure, axes[0], np.array(medians), "head", "layer")
+        numbers = [layer.number for layer in report.layers]
+        _heat(figure, axes[0], np.array(medians), "head", "layer", rows=numbers)
         axes[0].set_title("Median alpha")
 
 
@@ -162,11 +166,11 @@ def draw_horizon(path: str | Path, report: MemoryReport) -> None:
 
     Example: `draw_horizon("horizon.svg", report)`
     """
-    numbers = np.arange(len(report.layers))
+    numbers = [layer.number for layer in report.layers]
     with figure_at(path, (5.6, 3.6), [1]) as (_, axes):
-        for n, layer in enumerate(report.layers):
+        for layer in report.layers:
             reach = [max(head.horizon.half, 0.1) for head in layer.heads]
-            axes[0].plot([n] * len(reach), reach, ".", color=PALE, ms=4, zorder=1)
+            axes[0].plot([layer.number] * len(reach), reach, ".", color=PALE, ms=4, zorder=1)
         lines = (("half", OURS), ("mean", THIRD), ("ninety", OTHER))
         for name, colour in lines:
             reach = [max(getattr(layer.horizon, name), 0.1) for layer in report.layers]
@@ -201,7 +205,7 @@ def _responses(axes: Any, report: MemoryReport, layer: int) -> None:
     axes.set_xlim(lags[0], lags[-1])
     if np.isfinite(heads).any():
         axes.set_ylim(np.nanmin(heads) / 2, 2 * np.nanmax(heads))
-    axes.set(xlabel="lag, tokens", ylabel="response", title=f"Memory of layer {layer}")
+    axes.set(xlabel="lag, tokens", ylabel="response", title=f"Memory of layer {seen.number}")
     axes.legend(frameon=False, loc="lower left")
 
 
@@ -214,8 +218,16 @@ def _law(fit: Fit) -> str:
 
 
 def _heat(
-    figure: Any, axes: Any, values: np.ndarray, xlabel: str, ylabel: str, *, log: bool = False
+    figure: Any,
+    axes: Any,
+    values: np.ndarray,
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> None:
+    """Values as shades; rows have their own numbers, or count from 0."""
     colours = require("matplotlib.colors", "plot", "the figures of a report")
     shades = colours.LinearSegmentedColormap.from_list("shades", SHADES)
     norm = None
@@ -224,9 +236,10 @@ def _heat(
         low = max(values.min(), 1e-5 * values.max())
         values, norm = np.maximum(values, low), colours.LogNorm(low, max(values.max(), 1.01 * low))
     mesh = axes.pcolormesh(values, cmap=shades, norm=norm, edgecolors="white", linewidth=0.3)
-    for axis, count in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
-        ticks = np.arange(0, count, max(1, count // 8))
-        axis.set_ticks(ticks + 0.5, [str(tick) for tick in ticks])
+    names = (range(values.shape[1]), rows or range(values.shape[0]))
+    for axis, numbers in zip((axes.xaxis, axes.yaxis), names, strict=True):
+        ticks = np.arange(0, len(numbers), max(1, len(numbers) // 8))
+        axis.set_ticks(ticks + 0.5, [str(numbers[tick]) for tick in ticks])
     axes.invert_yaxis()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.tick_params(length=0)
