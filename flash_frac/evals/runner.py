@@ -121,7 +121,7 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
     plan = [
         (SUITES[name], unit) for name in settings.suites for unit in settings.units(SUITES[name])
     ]
-    plan = _available(plan, settings)
+    plan, left_out = _available(plan, settings)
     model = {"checkpoint": checkpoint, "weights": _weights(checkpoint)}
     where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
     done = [
@@ -148,14 +148,19 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
             )
             record = {"model": model, **_measure(where, request, conditions)}
             write_json(_place(out, suite, unit), record)
-            _report(out, checkpoint)
-    return _report(out, checkpoint)
+            _report(out, checkpoint, left_out)
+    return _report(out, checkpoint, left_out)
 
 
-def _available(plan: list[tuple[Suite, Unit]], settings: Settings) -> list[tuple[Suite, Unit]]:
-    """The plan, when every local file is there; before anything is loaded."""
+def _available(
+    plan: list[tuple[Suite, Unit]], settings: Settings
+) -> tuple[list[tuple[Suite, Unit]], list[str]]:
+    """What of a plan has its local files, and the names of the tasks that have not.
+
+    Such tasks are an error unless they are to be skipped; before anything is loaded.
+    """
     if settings.data_dir is None:
-        return plan
+        return plan, []
     if not settings.data_dir.is_dir():
         raise ValueError(f"--data-dir {settings.data_dir} is not a folder")
     lacking: dict[str, list[Path]] = {}
@@ -176,7 +181,9 @@ def _available(plan: list[tuple[Suite, Unit]], settings: Settings) -> list[tuple
         print(f"left out, {line}")
     if not kept:
         raise ValueError(f"no task is left: --data-dir {settings.data_dir} has no file of them")
-    return kept
+    there = {(suite.name, unit.task.name) for suite, unit in kept}
+    wanted = dict.fromkeys((suite.name, unit.task.name) for suite, unit in plan)
+    return kept, [f"{suite}/{task}" for suite, task in wanted if (suite, task) not in there]
 
 
 def _load(checkpoint: str, settings: Settings) -> Any:
@@ -298,7 +305,7 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
     }
 
 
-def _report(out: Path, checkpoint: str) -> dict[str, Any]:
+def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
     """Write results.json and results.md from all results in the folder."""
     found: list[dict[str, Any]] = []
     for name in SUITES:
@@ -313,6 +320,7 @@ def _report(out: Path, checkpoint: str) -> dict[str, Any]:
                 records, key=lambda r: (order.get(r["task"], last), r["task"], r["length"] or 0)
             )
     report = {"model": model_name(checkpoint), "checkpoint": checkpoint, "units": found}
+    report |= {"left_out": left_out} if left_out else {}
     write_json(out / "results.json", report)
     write_text(out / "results.md", markdown([report]))
     return report

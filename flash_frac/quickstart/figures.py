@@ -15,7 +15,7 @@ SIZE = (5.6, 3.6)
 LAYERS = (PALE, OURS, THIRD, OTHER, "#e09f3e")
 UNTRAINED = "#c3c8ce"
 # The lowest response that is drawn, as a share of that at lag 0.
-LEAST = 1e-6
+LEAST = 1e-8
 
 
 def draw_loss(
