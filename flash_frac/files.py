@@ -43,6 +43,14 @@ def decode_text(content: bytes, name: object) -> str:
         raise ValueError(f"{name} is not a text in UTF-8: {error}") from error
 
 
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds; ValueError that names it if it is damaged."""
+    try:
+        return json.loads(decode_text(path.read_bytes(), path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
 def write_text(path: Path, text: str) -> Path:
     """Write a file at once, making its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ other suite, with the paper's rows in grey behind them.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from flash_frac.drawing import (
     length_axis,
 )
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
-from flash_frac.files import write_text
+from flash_frac.files import read_json, write_text
 
 MISSING = "–"
 # Documents that a footnote names, at most.
@@ -196,7 +195,7 @@ def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
-    return json.loads(path.read_text("utf-8"))
+    return read_json(path)
 
 
 def _named_apart(

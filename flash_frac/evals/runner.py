@@ -10,7 +10,6 @@ A result that is there is not measured again; one of other settings or another m
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from flash_frac.evals.examples import (
 from flash_frac.evals.report import markdown
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
-from flash_frac.files import write_json, write_text
+from flash_frac.files import read_json, write_json, write_text
 from flash_frac.models.loading import find_checkpoint, find_tokenizer
 from flash_frac.provenance import provenance, version_of
 
@@ -264,7 +263,7 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
     """Whether a result is there; ValueError if it is of something else."""
     if not place.is_file():
         return False
-    record = json.loads(place.read_text("utf-8"))
+    record = read_json(place)
     now = {**conditions, "weights": model["weights"]}
     before = {**record["conditions"], "weights": record["model"]["weights"]}
     differ = [key for key in now if now[key] != before.get(key)]
@@ -312,7 +311,7 @@ def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
         if (out / name).is_dir():
             suite = SUITES[name]
             order = {task.name: n for n, task in enumerate(suite.tasks)}
-            records = [json.loads(p.read_text("utf-8")) for p in (out / name).glob("*.json")]
+            records = [read_json(path) for path in (out / name).glob("*.json")]
             if suite.own is None:
                 records = [record for record in records if record["task"] in order]
             last = len(order)

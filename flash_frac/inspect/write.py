@@ -238,8 +238,8 @@ def _heat(
     mesh = axes.pcolormesh(values, cmap=shades, norm=norm, edgecolors="white", linewidth=0.3)
     names = (range(values.shape[1]), rows or range(values.shape[0]))
     for axis, numbers in zip((axes.xaxis, axes.yaxis), names, strict=True):
-        ticks = np.arange(0, len(numbers), max(1, len(numbers) // 8))
-        axis.set_ticks(ticks + 0.5, [str(numbers[tick]) for tick in ticks])
+        ticks = range(0, len(numbers), max(1, len(numbers) // 8))
+        axis.set_ticks([tick + 0.5 for tick in ticks], [str(numbers[tick]) for tick in ticks])
     axes.invert_yaxis()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.tick_params(length=0)

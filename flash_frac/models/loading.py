@@ -81,7 +81,7 @@ def find_checkpoint(
 
 
 def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: bool) -> Found:
-    options = {} if revision is None else {"revision": revision}
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
     both = f"{argument} {name} was not found: there is no such folder, and"
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
@@ -132,7 +132,7 @@ def read_model(
     """A model as `from_pretrained` loads it, and what is wrong with its weights, if anything."""
     try:
         with _quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 found.name,
                 output_loading_info=True,
                 # They are named by us, with all else.
@@ -143,6 +143,7 @@ def read_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = damaged_file(_folder_of(found)) or one_line(error)
         raise ValueError(f"{argument} {found.name} cannot be loaded: {why}") from error
+    model, report = loaded
     return model, weight_problems(model, report)
 
 
