@@ -121,6 +121,9 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
         (SUITES[name], unit) for name in settings.suites for unit in settings.units(SUITES[name])
     ]
     plan, left_out = _available(plan, settings)
+    if lm is None and settings.data_dir is None and not out.exists():
+        # Before data are fetched for it.
+        find_checkpoint(checkpoint)
     model = {"checkpoint": checkpoint, "weights": _weights(checkpoint)}
     where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
     done = [

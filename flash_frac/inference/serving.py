@@ -18,6 +18,14 @@ from flash_frac.extras import require
 from flash_frac.inference.requests import INPUTS, request_problem
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, load_model, one_line
 
+# What the server's handlers are for.
+_KINDS = {
+    "ChatCompletionHandler": "chat",
+    "CompletionHandler": "completion",
+    "ResponseHandler": "response",
+    "TranscriptionHandler": "transcription",
+}
+
 
 def serve(checkpoint: str, options: Sequence[str] = (), *, tokenizer: Any = None) -> None:
     """Answer requests until it is interrupted.
@@ -111,13 +119,12 @@ def _checked(build_server: Callable[..., Any], tokenizer: Any) -> Callable[..., 
 
         return checked
 
-    def build(manager: Any, chat_handler: Any, **options: Any) -> Any:
-        named = {"chat_handler": chat_handler, **options}
-        for name in named:
-            if name.endswith("_handler"):
-                kind = name.removesuffix("_handler")
-                named[name].handle_request = guard(kind, named[name].handle_request)
-        app = build_server(manager, chat_handler, **options)
+    def build(*given: Any, **named: Any) -> Any:
+        for part in (*given, *named.values()):
+            if hasattr(part, "handle_request"):
+                kind = _KINDS.get(type(part).__name__, "")
+                part.handle_request = guard(kind, part.handle_request)
+        app = build_server(*given, **named)
         for kind in (StarletteException, RequestValidationError, Exception):
             app.add_exception_handler(kind, _answer)
         return app

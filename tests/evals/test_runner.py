@@ -106,6 +106,13 @@ def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypat
     assert evaluate(str(checkpoint), tmp_path, settings) == report and len(fetched) == num_fetched
 
 
+def test_a_checkpoint_is_found_before_data_are_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    with pytest.raises(ValueError, match=r"checkpoint \./absent was not found"):
+        evaluate("./absent", tmp_path / "out", Settings(suites=("recall",), tasks=("squad",)))
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_a_task_took_is_kept(checkpoint, tmp_path):
     """Tokens of all requests without padding; no memory of a GPU where there is none."""
     report = evaluate(str(checkpoint), tmp_path, options(tasks=("piqa",), limit=1))
