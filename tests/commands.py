@@ -20,10 +20,11 @@ class Done(NamedTuple):
     stderr: str
 
 
-def frac(*arguments):
+def frac(*arguments, stdin=b""):
     out, err = io.StringIO(), io.StringIO()
     typed = mock.patch.object(sys, "argv", ["frac", *map(str, arguments)])
-    with typed, redirect_stdout(out), redirect_stderr(err):
+    piped = mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    with typed, piped, redirect_stdout(out), redirect_stderr(err):
         try:
             main()
             code = 0

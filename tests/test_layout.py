@@ -39,6 +39,7 @@ ROOMS = {
     "train": TOOLS | MODEL | {"inspect", "data"},
     "quickstart": TOOLS | MODEL | {"inference", "inspect", "data", "evals", "train"},
 }
+ROOMS["cli_eval"] = {"extras", "files", "evals"}
 ROOMS["cli"] = set(ROOMS)
 # Inside ops, the same by folder: scan is the ground floor.
 OPERATORS = {

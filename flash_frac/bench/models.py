@@ -42,14 +42,14 @@ PARTS: dict[str, Callable[[Subject, Sizes, list[str]], list[dict]]] = {
 }
 
 
-def check(device: str, backend: str) -> float:
-    """Worst error of logits and gradients in bfloat16; no timing past twice that of torch.
+def check(device: str, backend: str, dtype: torch.dtype) -> float:
+    """Worst error of logits and gradients in a dtype; no timing past twice that of torch.
 
     Weights of 0.1 instead of 0.02 make controls and gates differ from token to token.
     """
     torch.manual_seed(0)
     config = FracConfig(**SMALL, num_hidden_layers=4, initializer_range=0.1)
-    model = build(config, torch.bfloat16, device)
+    model = build(config, dtype, device)
     ids = our_subject(model, None).tokens(2, 300 if device == "cuda" else 40)
 
     def outputs(model: Any, backend: str) -> list[Tensor]:
@@ -62,9 +62,10 @@ def check(device: str, backend: str) -> float:
     worst = 0.0
     for name, (value, plain, reference) in zip(("logits", "gradients"), pairs, strict=True):
         error, allowed = relative_error(value, reference), relative_error(plain, reference)
-        print(f"a small model in bfloat16: {name} off by {error:.1e}, on torch by {allowed:.1e}")
+        shown = str(dtype).removeprefix("torch.")
+        print(f"a small model in {shown}: {name} off by {error:.1e}, on torch by {allowed:.1e}")
         # Not "if above", because an error of NaN is above nothing.
-        if not error <= 2 * (allowed + 2**-9):
+        if not error <= 2 * (allowed + torch.finfo(dtype).eps / 4):
             raise SystemExit(f"{name} on {backend} are wrong by {error:.1e}: no timing")
         worst = max(worst, error)
     return worst
@@ -97,7 +98,7 @@ def measure_models(
         failures: gets why models or ways were left out.
     """
     device, backend, dtype = machine()
-    error = check(device, backend)
+    error = check(device, backend, dtype)
     if "small" in parts:
         yield small_rows(device, dtype, sizes, error, failures)
     chosen = [part for part in PARTS if part in parts]
@@ -119,7 +120,7 @@ def measure_models(
 def measure_stream(config: FracConfig, sizes: Sizes) -> Iterator[dict]:
     """Rows of a FracStream around a model with random weights in bfloat16; checked first."""
     device, backend, _ = machine()
-    error = check(device, backend)
+    error = check(device, backend, torch.bfloat16)
     subject = our_subject(build(config, torch.bfloat16, device), error)
     with tempfile.TemporaryDirectory() as folder:
         yield from stream_rows(subject, sizes, Path(folder))

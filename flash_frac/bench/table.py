@@ -1,4 +1,4 @@
-"""`frac bench`: tokens/s on this machine, beside what the paper prints.
+"""`frac bench`: tokens/s on this machine, beside what the paper prints for its size.
 
 The paper measures prefill at batch 1 and decoding over 64 tokens on one card that it does not name,
 and training on what its numbers imply to be 16 of them.
@@ -20,10 +20,13 @@ from flash_frac.bench.timing import OURS
 from flash_frac.drawing import short
 from flash_frac.files import write_json
 from flash_frac.models import FracConfig
+from flash_frac.models.loading import find_checkpoint
 from flash_frac.provenance import provenance
 from flash_frac.recipes import find_config, installed_sizes
 
 COLUMNS = ("prefill@1K", "prefill@4K", "prefill@16K", "decode", "train@4K")
+# What the speed of a model depends on.
+_SIZE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "frac_num_modes")
 # The paper's table of throughput, tokens/s, for models of 1.3B parameters.
 PAPER = {
     "Transformer": (55839, 79173, 56297, 62, 218184),
@@ -72,7 +75,7 @@ def bench(
         rows += found
     if out is not None:
         write_json(Path(out), {"rows": rows, "left_out": failures, "made_with": provenance()})
-    return paper_table(rows), failures
+    return paper_table(rows, paper=_is_papers(config)), failures
 
 
 def choose_config(config: str | None) -> FracConfig:
@@ -87,7 +90,8 @@ def choose_config(config: str | None) -> FracConfig:
         )
     name = config or "frac-1.3b"
     if name.count("/") == 1 and not Path(name).exists():
-        return FracConfig.from_pretrained(name)
+        found = find_checkpoint(name, argument="config")
+        return FracConfig.from_pretrained(found.name, **found.options)
     return FracConfig.from_pretrained(find_config(name, argument="config"))
 
 
@@ -113,10 +117,18 @@ def cell(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def paper_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Lines of a Markdown table in tokens/s, ours first, the paper's models last.
+def _is_papers(config: FracConfig) -> bool:
+    """Whether a model has the size of the paper's and runs on a GPU, as those did."""
+    size = FracConfig.from_pretrained(find_config("frac-1.3b"))
+    same = all(getattr(config, name) == getattr(size, name) for name in _SIZE)
+    return same and torch.cuda.is_available()
 
-    Ours by the calls of transformers are one line, those of `Generator` another.
+
+def paper_table(rows: Sequence[Mapping[str, object]], *, paper: bool = True) -> list[str]:
+    """Lines of a Markdown table in tokens/s, ours first.
+
+    Ours by the calls of transformers are one line, those of `Generator` another. With `paper` its
+    models come last, and its columns first.
     """
     measured: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -124,12 +136,13 @@ def paper_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
         along = measured.setdefault(name, {})
         along[column_of(row)] = float(str(row["tokens_per_s"]))
     found = {name for along in measured.values() for name in along}
-    columns = [*COLUMNS, *sorted(found - set(COLUMNS))]
+    columns = [name for name in COLUMNS if paper or name in found]
+    columns += sorted(found - set(COLUMNS))
     lines = [f"| tokens/s | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name in sorted(measured, key=lambda name: not name.startswith(OURS)):
         cells = (cell(measured[name].get(column)) for column in columns)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    for name, values in PAPER.items():
+    for name, values in PAPER.items() if paper else ():
         known: dict[str, float] = dict(zip(COLUMNS, values, strict=True))
         cells = (cell(known.get(column)) for column in columns)
         lines.append(f"| *{name}, paper* | {' | '.join(cells)} |")

@@ -15,6 +15,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from flash_frac.models.loading import find_checkpoint
+
 # Bytes stand behind <pad>, <bos> and <eos>.
 FIRST_BYTE = 3
 # HyenaDNA's numbering, so that its vocabulary and ours agree.
@@ -74,10 +76,11 @@ def dna_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, *, needs_eos: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of that name: "bytes", "dna", or a folder or hub id for `AutoTokenizer`.
 
-    A folder that is itself called bytes or dna is reached as "./bytes".
+    A folder that is itself called bytes or dna is reached as "./bytes". To train, a tokenizer needs
+    an eos token, which ends each document.
 
     Example: `load_tokenizer("bytes").eos_token_id == 2`
     """
@@ -86,7 +89,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name == "dna":
         return dna_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        found = find_checkpoint(name, argument="tokenizer", needs_config=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            found.name, trust_remote_code=False, **found.options
+        )
     # Every kind of tokenizer file fails in its own way, and each needs the same advice.
     except Exception as error:
         raise ValueError(
@@ -94,7 +100,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             "tokenizer.json, or a hub id that is within reach (a private one needs a login). "
             f"The reader said: {error}"
         ) from error
-    if tokenizer.eos_token_id is None:
+    if needs_eos and tokenizer.eos_token_id is None:
         raise ValueError(
             f"tokenizer {name!r} has no eos token, which must end each document: set one "
             "(tokenizer.eos_token = ...), save it with save_pretrained and give that folder"

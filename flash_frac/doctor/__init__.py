@@ -1,4 +1,7 @@
-"""`frac doctor`: what this machine has, and whether flash_frac computes correctly on it."""
+"""`frac doctor`: what this machine has, and whether flash_frac computes correctly on it.
+
+Given a checkpoint, it examines that instead: its files, weights and tokenizer, and one pass.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +68,23 @@ def examine(*, quick: bool = False, seed: int | None = None) -> Report:
     return Report(tuple(_findings(quick, seed)))
 
 
-def doctor(*, quick: bool = False) -> int:
-    """Print each finding as it comes; return 1 if something is wrong, else 0."""
+def doctor(checkpoint: str | None = None, *, quick: bool = False) -> int:
+    """Print each finding as it comes; return 1 if something is wrong, else 0.
+
+    Args:
+        checkpoint: a folder or hub id to examine instead of the machine.
+        quick: leave out the longer inputs and the speed.
+    """
     import typer
 
+    if checkpoint is None:
+        coming = _findings(quick, None)
+    else:
+        from flash_frac.doctor.checkpoint import examine_checkpoint
+
+        coming = examine_checkpoint(checkpoint)
     findings = []
-    for finding in _findings(quick, None):
+    for finding in coming:
         findings.append(finding)
         color = {"ok": "green", "warning": "yellow", "wrong": "red"}[finding.status]
         status, rest = str(finding).split(" ", 1)

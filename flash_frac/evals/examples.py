@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from flash_frac.evals.suites import SUITES, Request, Suite, Task, check_suites
 from flash_frac.extras import require
-from flash_frac.files import write_rows
+from flash_frac.files import decode_text, write_rows
 
 SOURCE = "SOURCE.txt"
 
@@ -83,8 +83,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Example: `read_rows(Path("data/lm/piqa.jsonl"))[0]["goal"]`
     """
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as lines:
+        for number, content in enumerate(lines, 1):
+            line = decode_text(content, f"{path} line {number}")
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:

@@ -17,6 +17,7 @@ from flash_frac.beginning import beginning
 from flash_frac.extras import require
 from flash_frac.inference import Generator, StopStrings
 from flash_frac.models import FracForCausalLM
+from flash_frac.models.loading import load_model
 
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM
 
@@ -33,6 +34,8 @@ class FracLM(HFLM):
         truncate: cut the beginning off requests that are longer, and count them in
             `num_truncated`, where otherwise they are an error.
         device: a GPU if there is one, by default.
+        strict: refuse a checkpoint with missing, unexpected or non-finite tensors, where
+            transformers warns.
         options: any other argument of lm-eval's HFLM, such as batch_size ("auto" searches one).
 
     Example:
@@ -47,15 +50,23 @@ class FracLM(HFLM):
         max_length: int | None = None,
         truncate: bool = False,
         device: str | None = None,
+        strict: bool = False,
         **options: Any,
     ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options = {"backend": "causal"} | options
+        self.strict = strict
         super().__init__(pretrained, max_length=max_length, device=device, **options)
         self.truncate = truncate
         self.num_truncated = self.tokens_read = 0
         is_frac = isinstance(self.model, FracForCausalLM)
         self._generator = Generator(self.model.eval()) if is_frac else None
+
+    def _create_model(self, pretrained: str, **options: Any) -> None:
+        if not self.strict:
+            return super()._create_model(pretrained, **options)
+        # One device; lm-eval's other ways to load are for those who call it themselves.
+        self._model = load_model(pretrained, dtype=options["dtype"]).to(self.device)
 
     def allow(self, max_length: int) -> None:
         """Give the model so many tokens at most from now on, and count from zero what it reads

@@ -189,10 +189,11 @@ def measure(request: Request) -> dict[str, Any]:
     if length is None:
         raise ValueError("suite longppl is measured at lengths: give some by --lengths")
     enough = max(length, *request.suite.lengths)
-    documents, num_long = [], 0
+    documents, names, num_long = [], [], 0
     for record in read_records(request, SOURCES.get(task)):
         tokens = request.lm.tokenizer(record["text"], add_special_tokens=False)["input_ids"]
         documents.append(tokens)
+        names.append(record.get("name") or f"document {len(documents)}")
         num_long += len(tokens) >= enough
         if num_long == NUM_DOCUMENTS:
             break
@@ -203,7 +204,9 @@ def measure(request: Request) -> dict[str, Any]:
             "--lengths, or longer documents"
         )
     least = max(n for n in (length, *request.suite.lengths) if n <= longest)
-    kept = [document for document in documents if len(document) >= least][:NUM_DOCUMENTS]
+    long_enough = [n for n, document in enumerate(documents) if len(document) >= least]
+    chosen = long_enough[:NUM_DOCUMENTS]
+    kept = [documents[n] for n in chosen]
     model, start = request.lm.model, beginning(request.lm.tokenizer)
     whole = long_perplexity(model, kept, length, bos=start[-1] if start else None)
     ends = long_perplexity(model, kept, length, score_last=min(SCORE_LAST, length - 1))
@@ -213,6 +216,13 @@ def measure(request: Request) -> dict[str, Any]:
         "ppl_last": ends.ppl,
         "num_examples": whole.num_documents,
         "num_left_out": len(documents) - whole.num_documents,
+        "left_out": [
+            f"{names[n]} ({len(document):,} tokens, fewer than {least:,})"
+            if n not in long_enough
+            else f"{names[n]} (after the first {NUM_DOCUMENTS})"
+            for n, document in enumerate(documents)
+            if n not in chosen
+        ],
         "min_tokens": least,
         "num_tokens": whole.num_tokens,
         "num_tokens_last": ends.num_tokens,

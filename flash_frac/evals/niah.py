@@ -24,7 +24,7 @@ from flash_frac.evals import harness
 from flash_frac.evals.examples import SOURCE, no_downloads
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 from flash_frac.extras import require
-from flash_frac.files import write_text
+from flash_frac.files import decode_text, write_text
 
 NUM_EXAMPLES = 500
 ANSWER_TOKENS = 128
@@ -98,7 +98,7 @@ def _haystack(request: Request, ruler: Any) -> Any:
     if request.data_dir is None:
         words = ruler.get_haystack("essay")
     else:
-        texts = [path.read_text("utf-8") for path in essays(request.data_dir / "niah")]
+        texts = [decode_text(p.read_bytes(), p) for p in essays(request.data_dir / "niah")]
         words = " ".join(texts).split()
     # Without this, lm-eval takes what there is: 4K tokens would be called 64K.
     assert request.unit.length is not None

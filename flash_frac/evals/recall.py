@@ -212,12 +212,13 @@ def measure(request: Request) -> dict[str, Any]:
     """Share of the examples whose generation contains an answer.
 
     Returns:
-        "contains,none", "num_examples", "num_cut" and "num_left_out"; "note" if the examples are
-        not JRT's.
+        "contains,none", "num_examples", "num_cut", "num_left_out" and their names "left_out";
+        "note" if the examples are not JRT's.
     """
     form = FORMATS[request.unit.task.name]
     records = read_records(request, form.source)
-    examples = [e for r in records if (e := prompted(request.lm, r, form)) is not None]
+    every = [prompted(request.lm, record, form) for record in records]
+    examples = [example for example in every if example is not None]
     if not examples:
         raise ValueError(
             f"all {len(records)} examples of {request.unit.name} have answers of fewer than two "
@@ -233,6 +234,11 @@ def measure(request: Request) -> dict[str, Any]:
         },
     }  # fmt: skip
     counts = {
+        "left_out": [
+            f"example {n} (an answer of fewer than two letters)"
+            for n, example in enumerate(every, 1)
+            if example is None
+        ],
         "num_cut": sum(example["cut"] for example in examples),
         "num_left_out": len(records) - len(examples),
     }

@@ -7,7 +7,7 @@ other suite, with the paper's rows in grey behind them.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from flash_frac.drawing import (
     length_axis,
 )
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
-from flash_frac.files import write_text
+from flash_frac.files import read_json, write_text
 
 MISSING = "–"
+# Documents that a footnote names, at most.
+NAMED = 10
 COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
 
 
@@ -66,12 +68,13 @@ def lengths(reports: Sequence[dict[str, Any]], suite: Suite) -> list[int]:
 
 
 def measured(reports: Sequence[dict[str, Any]]) -> list[Suite]:
-    """Suites of which there is a result, with the tasks of one's own files that have one."""
+    """Suites of which there is a result, each with the tasks that have one and no others."""
     tasks: dict[str, list[str]] = {}
     for report in reports:
         for unit in report["units"]:
             tasks.setdefault(unit["suite"], []).append(unit["task"])
-    return [SUITES[name].with_tasks(tasks[name]) for name in SUITES if name in tasks]
+    known = {name: SUITES[name].with_tasks(tasks[name]) for name in SUITES if name in tasks}
+    return [suite.only(tasks[name]) for name, suite in known.items()]
 
 
 def markdown(reports: Sequence[dict[str, Any]]) -> str:
@@ -84,6 +87,12 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
         parts.append(f"## {suite.title}")
         parts.append(_by_length(reports, suite) if suite.lengths else _by_task(reports, suite))
         parts.extend(_notes(report, suite) for report in reports)
+    for report in reports:
+        if report.get("left_out"):
+            names = ", ".join(report["left_out"])
+            parts.append(
+                f"{report['model']}: asked for and left out, without local files: {names}."
+            )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -93,7 +102,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(value: float | None) -> str:
-    if value is None:
+    if value is None or math.isnan(value):
         return MISSING
     return f"{value:.1f}" if abs(value) < 1e6 else f"{value:.1e}"
 
@@ -107,6 +116,9 @@ def _by_task(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
     for report in reports:
         row = numbers(report, suite)
         rows.append([f"**{report['model']}**", *map(_cell, [*row, average(suite, row)])])
+    # An average of some columns could not be compared with the paper's.
+    if len(suite.tasks) < len(SUITES[suite.name].tasks):
+        return _table(head, [row[:-1] for row in rows])
     return _table([*head, "Avg."], rows)
 
 
@@ -133,6 +145,10 @@ def _notes(report: dict[str, Any], suite: Suite) -> str:
     cut = [f"{u['results']['num_truncated']} of {u['task']}" for u in units if _cut(u)]
     if cut:
         notes.append(f"requests cut to fit: {', '.join(cut)}")
+    dropped = {u["task"]: u["results"]["left_out"] for u in units if u["results"].get("left_out")}
+    for task, names in dropped.items():
+        more = f" and {len(names) - NAMED} more, in results.json" if len(names) > NAMED else ""
+        notes.append(f"left out of {task}: {', '.join(names[:NAMED])}{more}")
     absent = {task.name for task in suite.tasks} - {unit["task"] for unit in units}
     if absent:
         notes.append(f"not measured: {', '.join(sorted(absent))}")
@@ -179,7 +195,7 @@ def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
-    return json.loads(path.read_text("utf-8"))
+    return read_json(path)
 
 
 def _named_apart(

@@ -10,7 +10,6 @@ A result that is there is not measured again; one of other settings or another m
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flash_frac.data import load_tokenizer
 from flash_frac.evals import harness
 from flash_frac.evals.examples import (
     fingerprints,
@@ -32,7 +32,8 @@ from flash_frac.evals.examples import (
 from flash_frac.evals.report import markdown
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
-from flash_frac.files import write_json, write_text
+from flash_frac.files import read_json, write_json, write_text
+from flash_frac.models.loading import find_checkpoint, find_tokenizer
 from flash_frac.provenance import provenance, version_of
 
 
@@ -53,6 +54,8 @@ class Settings:
         truncate: cut the beginning off what is longer, and say how often, where that is an error.
         batch_size: a number, or "auto".
         seed: of whatever is drawn.
+        tokenizer: its name, as `flash_frac.data.load_tokenizer` takes it, instead of the
+            checkpoint's own.
     """
 
     suites: tuple[str, ...]
@@ -65,6 +68,7 @@ class Settings:
     truncate: bool = False
     batch_size: int | str = "auto"
     seed: int = 0
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         check_suites(self.suites)
@@ -116,7 +120,10 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
     plan = [
         (SUITES[name], unit) for name in settings.suites for unit in settings.units(SUITES[name])
     ]
-    plan = _available(plan, settings)
+    plan, left_out = _available(plan, settings)
+    if lm is None and settings.data_dir is None and not out.exists():
+        # Before data are fetched for it.
+        find_checkpoint(checkpoint)
     model = {"checkpoint": checkpoint, "weights": _weights(checkpoint)}
     where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
     done = [
@@ -143,14 +150,19 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
             )
             record = {"model": model, **_measure(where, request, conditions)}
             write_json(_place(out, suite, unit), record)
-            _report(out, checkpoint)
-    return _report(out, checkpoint)
+            _report(out, checkpoint, left_out)
+    return _report(out, checkpoint, left_out)
 
 
-def _available(plan: list[tuple[Suite, Unit]], settings: Settings) -> list[tuple[Suite, Unit]]:
-    """The plan, when every local file is there; before anything is loaded."""
+def _available(
+    plan: list[tuple[Suite, Unit]], settings: Settings
+) -> tuple[list[tuple[Suite, Unit]], list[str]]:
+    """What of a plan has its local files, and the names of the tasks that have not.
+
+    Such tasks are an error unless they are to be skipped; before anything is loaded.
+    """
     if settings.data_dir is None:
-        return plan
+        return plan, []
     if not settings.data_dir.is_dir():
         raise ValueError(f"--data-dir {settings.data_dir} is not a folder")
     lacking: dict[str, list[Path]] = {}
@@ -171,16 +183,26 @@ def _available(plan: list[tuple[Suite, Unit]], settings: Settings) -> list[tuple
         print(f"left out, {line}")
     if not kept:
         raise ValueError(f"no task is left: --data-dir {settings.data_dir} has no file of them")
-    return kept
+    there = {(suite.name, unit.task.name) for suite, unit in kept}
+    wanted = dict.fromkeys((suite.name, unit.task.name) for suite, unit in plan)
+    return kept, [f"{suite}/{task}" for suite, task in wanted if (suite, task) not in there]
 
 
 def _load(checkpoint: str, settings: Settings) -> Any:
     from flash_frac.evals.language_model import FracLM
 
-    try:
-        lm = FracLM(checkpoint, batch_size=settings.batch_size, truncate=settings.truncate)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
+    found = find_checkpoint(checkpoint)
+    if settings.tokenizer is None:
+        tokenizer = find_tokenizer(found)
+    else:
+        tokenizer = load_tokenizer(settings.tokenizer, needs_eos=False)
+    lm = FracLM(
+        found.name,
+        tokenizer=tokenizer,
+        strict=True,
+        batch_size=settings.batch_size,
+        truncate=settings.truncate,
+    )
     if lm.world_size > 1:
         raise ValueError(
             f"frac eval runs in one process, got {lm.world_size}; for several GPUs start it more "
@@ -238,6 +260,7 @@ def _conditions(
         # Results of before this rule began some texts with a bos token in any case.
         "texts_begin": "as the tokenizer begins them",
         "seed": settings.seed,
+        "tokenizer": settings.tokenizer,
     }
 
 
@@ -245,7 +268,7 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
     """Whether a result is there; ValueError if it is of something else."""
     if not place.is_file():
         return False
-    record = json.loads(place.read_text("utf-8"))
+    record = read_json(place)
     now = {**conditions, "weights": model["weights"]}
     before = {**record["conditions"], "weights": record["model"]["weights"]}
     differ = [key for key in now if now[key] != before.get(key)]
@@ -286,14 +309,14 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
     }
 
 
-def _report(out: Path, checkpoint: str) -> dict[str, Any]:
+def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
     """Write results.json and results.md from all results in the folder."""
     found: list[dict[str, Any]] = []
     for name in SUITES:
         if (out / name).is_dir():
             suite = SUITES[name]
             order = {task.name: n for n, task in enumerate(suite.tasks)}
-            records = [json.loads(p.read_text("utf-8")) for p in (out / name).glob("*.json")]
+            records = [read_json(path) for path in (out / name).glob("*.json")]
             if suite.own is None:
                 records = [record for record in records if record["task"] in order]
             last = len(order)
@@ -301,6 +324,7 @@ def _report(out: Path, checkpoint: str) -> dict[str, Any]:
                 records, key=lambda r: (order.get(r["task"], last), r["task"], r["length"] or 0)
             )
     report = {"model": model_name(checkpoint), "checkpoint": checkpoint, "units": found}
+    report |= {"left_out": left_out} if left_out else {}
     write_json(out / "results.json", report)
     write_text(out / "results.md", markdown([report]))
     return report

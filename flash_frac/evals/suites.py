@@ -13,6 +13,7 @@ is measured in another way brings a function of a `Request`.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,6 +177,24 @@ class Suite:
                 f"tasks of suite {self.name} are {', '.join(sorted(known))}; got {others}"
             )
         return replace(self, tasks=(*self.tasks, *map(self.own, others)))
+
+    def only(self, names: Iterable[str]) -> Suite:
+        """The suite with these of its tasks, and those columns of the paper's rows.
+
+        The paper's average is of all columns; it becomes NaN where one is gone.
+
+        Example: `SUITES["lm"].only(["piqa"]).tasks[0].name == "piqa"`
+        """
+        names = set(names)
+        columns = [task.name for task in self.tasks for _ in task.metrics]
+        if names >= set(columns):
+            return self
+        kept = [n for n, name in enumerate(columns) if name in names]
+        return replace(
+            self,
+            tasks=tuple(task for task in self.tasks if task.name in names),
+            paper={row: (*(x[n] for n in kept), math.nan) for row, x in self.paper.items()},
+        )
 
     def units(self, names: tuple[str, ...] = (), lengths: tuple[int, ...] = ()) -> tuple[Unit, ...]:
         """The units to measure: all, or those of some tasks and lengths.

@@ -6,27 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flash_frac.inference import FracStream
 from flash_frac.inference.sampling import SamplingSettings
+from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
 
-def open_stream(checkpoint: str | Path, state: str | Path | None = None) -> FracStream:
+def open_stream(
+    checkpoint: str | Path, state: str | Path | None = None, *, tokenizer: Any = None
+) -> FracStream:
     """A stream of the model and tokenizer in `checkpoint`, from a saved state if one is named.
+
+    A tokenizer that is given takes the place of the checkpoint's own.
 
     Example: `open_stream("quickstart/final", "yesterday.state").generate(max_new_tokens=100)`
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import flash_frac.models  # noqa: F401  (registers the model)
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be loaded: {error}") from error
-    model.to(device)
+    found = find_checkpoint(checkpoint)
+    if tokenizer is None:
+        tokenizer = find_tokenizer(found)
+    model = load_model(found, dtype="auto")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     if state is None:
         return FracStream(model, tokenizer)
     return FracStream.load(state, model, tokenizer)
@@ -40,17 +40,22 @@ def continue_text(
     sampling: SamplingSettings,
     max_new_tokens: int | None,
     seed: int | None = None,
+    echo: bool = False,
 ) -> bool:
     """Feed a prompt and write what follows, as it comes; whether it came to its end.
 
-    An interrupt (Ctrl-C) ends it early. What was written, and nothing else, is in the state.
+    An interrupt (Ctrl-C) ends it early. What was written, and nothing else, is in the state. With
+    `echo` the prompt is written first, once all arguments were found to be right.
 
     Example: `continue_text(stream, "Once", print, sampling=GREEDY, max_new_tokens=100)`
     """
     if prompt:
         stream.feed(prompt)
+    pieces = stream.sample(sampling, max_new_tokens=max_new_tokens, seed=seed)
+    if echo:
+        write(prompt)
     try:
-        for piece in stream.sample(sampling, max_new_tokens=max_new_tokens, seed=seed):
+        for piece in pieces:
             write(piece)
     except KeyboardInterrupt:
         return False

@@ -150,6 +150,7 @@ def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
 def _write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) -> None:
     facts = {"format": FORMAT, "version": VERSION, **facts}
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
     try:
         save_file(tensors, draft, {**facts, "checksum": _checksum(facts, tensors)})

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LayerStatistics,
         evaluating,
         layer_kernel,
+        layer_numbers,
         memory_statistics,
     )
     from flash_frac.inspect.write import inspect_checkpoint, write_report
@@ -44,6 +45,7 @@ __all__ = [
     "inspect_checkpoint",
     "inspect_model",
     "layer_kernel",
+    "layer_numbers",
     "log_spaced_lags",
     "memory_statistics",
     "write_report",

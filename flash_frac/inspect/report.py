@@ -80,6 +80,7 @@ class LayerReport:
     """The memory of one layer: its heads, and the same of the mean of their responses.
 
     Attributes:
+        number: its position in the model, from 0; attention layers count.
         tau: (M,) timescales of the bank, in tokens.
         edges: (41,) edges of the log bins of each distribution, by name.
         distributions: as in `HeadReport`, over all heads.
@@ -88,6 +89,7 @@ class LayerReport:
         heads: one report each.
     """
 
+    number: int
     tau: list[float]
     edges: dict[str, list[float]]
     distributions: dict[str, Distribution]
@@ -113,7 +115,7 @@ class MemoryReport:
         sources: (L,) over how many source tokens of the text each R(n) is a mean.
         factor: within which a law must be to hold at a lag.
         quantiles: the levels of the quantiles, ascending.
-        layers: one report each.
+        layers: one report for each Frac layer.
     """
 
     name: str
@@ -180,7 +182,7 @@ def inspect_model(
         dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
         controls = mixer.controls(inner_x, u)
         response = impulse_response(controls, lags, max_sources=max_sources)
-        layers.append(_layer(mixer, dyn, controls, lags, response, factor))
+        layers.append(_layer(layer, mixer, dyn, controls, lags, response, factor))
 
     visit_layers(model, input_ids, visit)
     path = [part for part in str(getattr(model, "name_or_path", "")).split("/") if part]
@@ -200,6 +202,7 @@ def inspect_model(
 
 
 def _layer(
+    number: int,
     mixer: FracMixer,
     dyn: Dynamics,
     controls: Controls,
@@ -226,6 +229,7 @@ def _layer(
         for h in range(len(response))
     ]
     return LayerReport(
+        number=number,
         tau=log_tau.exp().tolist(),
         edges=edges,
         distributions={name: found[-1] for name, found in distributions.items()},

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracPreTrainedModel
 from flash_frac.models.evaluating import evaluating
+from flash_frac.models.modeling import FracBlock
 from flash_frac.ops import ControlSettings, Dynamics, log_prior, mode_log_decay
 
 Visit = Callable[[int, FracMixer, Tensor, Tensor], None]
@@ -58,7 +59,9 @@ class LayerStatistics:
 def memory_statistics(
     model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None = None
 ) -> list[LayerStatistics]:
-    """The memory of every layer, from one forward pass without gradients.
+    """The memory of every Frac layer, from one forward pass without gradients.
+
+    Their positions in the model are those of `layer_numbers`.
 
     Args:
         model: a Frac model; of one that is wrapped, the model inside.
@@ -72,6 +75,23 @@ def memory_statistics(
     return [_statistics(seen) for seen in _look(model, input_ids, cu_seqlens)]
 
 
+def layer_numbers(model: nn.Module) -> list[int]:
+    """The positions of the Frac layers among all layers of a model, from 0.
+
+    Example: `layer_numbers(model)` of four layers with attention_layers=[1, 3] is [0, 2].
+    """
+    return list(_mixers(model))
+
+
+def _mixers(model: nn.Module) -> dict[int, FracMixer]:
+    """The Frac layers by their positions; one that is wrapped is found inside."""
+    blocks = [block for block in model.modules() if isinstance(block, FracBlock)]
+    return {
+        block.layer_idx: next(x for x in block.modules() if isinstance(x, FracMixer))
+        for block in blocks
+    }
+
+
 def layer_kernel(
     model: nn.Module, layer: int, lags: Sequence[float] | np.ndarray, input_ids: Tensor
 ) -> np.ndarray:
@@ -79,7 +99,7 @@ def layer_kernel(
 
     Args:
         model: a Frac model; of one that is wrapped, the model inside.
-        layer: its number; -1 is the last.
+        layer: its position in the model, attention layers counted; -1 is the last Frac layer.
         lags: n, in tokens, 0 or more.
         input_ids: (B, T), the tokens over which the controls are averaged.
 
@@ -88,10 +108,10 @@ def layer_kernel(
     lags = np.asarray(lags, np.float64)
     if lags.ndim != 1 or not (lags >= 0).all():
         raise ValueError(f"lags must be a list of numbers that are 0 or more, got {lags}")
-    seen = _look(model, input_ids, None)
-    if not -len(seen) <= layer < len(seen):
-        raise ValueError(f"layer must be in [0, {len(seen)}), the layers there are, got {layer}")
-    masses, log_decay = _modes(seen[layer])
+    seen, numbers = _look(model, input_ids, None), layer_numbers(model)
+    if layer not in (-1, *numbers):
+        raise ValueError(f"layer must be a Frac layer, one of {numbers}, got {layer}")
+    masses, log_decay = _modes(seen[-1 if layer == -1 else numbers.index(layer)])
     amplitudes = masses * -torch.expm1(log_decay)
     powers = torch.exp(log_decay[:, None] * torch.from_numpy(lags)[:, None])
     return (amplitudes[:, None] * powers).sum(-1).numpy()
@@ -120,6 +140,7 @@ def visit_layers(
 ) -> None:
     """Call visit(layer, mixer, inner_x, u) for every Frac layer in one pass over the tokens.
 
+    layer is its position in the model, as in `layer_numbers`.
     inner_x and u (B, T, I) are the inputs of `dyn_proj` and `rw_proj`, from which `mixer.controls`
     computes read, write and log_decay. They are not kept after the visit. Inside it all parameters
     are whole, also those of a model that is sharded over processes.
@@ -128,7 +149,6 @@ def visit_layers(
     """
     check_model(model)
     check_tokens(input_ids)
-    mixers = [module for module in model.modules() if isinstance(module, FracMixer)]
     handles: list[RemovableHandle] = []
 
     def watch(layer: int, mixer: FracMixer) -> None:
@@ -147,7 +167,7 @@ def visit_layers(
         handles.append(mixer.register_forward_hook(done))
 
     try:
-        for layer, mixer in enumerate(mixers):
+        for layer, mixer in _mixers(model).items():
             watch(layer, mixer)
         with evaluating(model):
             # The head over the vocabulary costs more than the layers of a small model. It is called

@@ -4,13 +4,15 @@ report.json     every number; the keys are the attributes of `MemoryReport`
 index.html      the page, with numbers, style and script inside: it needs no other file
 alpha.svg       median alpha by layer and head
 horizon.svg     reach of each layer
-layer_00.svg    responses and modes of a layer, one file each
+layer_00.svg    responses and modes of a layer, one file each; numbered as in the model
 """
 
 from __future__ import annotations
 
 import html
 import json
+import logging
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
 from flash_frac.extras import require
 from flash_frac.inspect.fits import Fit
 from flash_frac.inspect.report import MemoryReport, inspect_model
+from flash_frac.inspect.statistics import check_model
+from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
+logger = logging.getLogger(__name__)
 _PARTS = ("page.html", "page.css", "charts.js", "page.js")
 # From nothing to much, as on the page.
 SHADES = ("#f4f7f7", "#6fc0c5", "#00707c", "#00323a")
@@ -33,7 +38,7 @@ DEEPEST = 1e-9
 def write_report(report: MemoryReport, folder: str | Path) -> Path:
     """Write page, figures and numbers into a folder, which is made; returns the page's path.
 
-    Needs matplotlib.
+    Without matplotlib there are no figures, and a warning in the log says so.
 
     Example: `write_report(inspect_model(model, ids), "memory")`
     """
@@ -45,10 +50,15 @@ def write_report(report: MemoryReport, folder: str | Path) -> Path:
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     page = folder / "index.html"
     page.write_text(render_page(numbers), encoding="utf-8")
+    try:
+        require("matplotlib", "plot", "a figure")
+    except ImportError as error:
+        logger.warning("%s has no figures beside it: %s", page, error)
+        return page
     draw_alpha(folder / "alpha.svg", report)
     draw_horizon(folder / "horizon.svg", report)
-    for n in range(len(report.layers)):
-        draw_layer(folder / f"layer_{n:02}.svg", report, n)
+    for n, layer in enumerate(report.layers):
+        draw_layer(folder / f"layer_{layer.number:02}.svg", report, n)
     return page
 
 
@@ -76,6 +86,7 @@ def inspect_checkpoint(
     text: str,
     text_name: str = "text",
     num_tokens: int = 4096,
+    tokenizer: Any = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     **settings: Any,
@@ -88,24 +99,30 @@ def inspect_checkpoint(
         text: what to read, from its beginning; the lags end where it does.
         text_name: what the report calls it.
         num_tokens: so much of the text is read at most.
+        tokenizer: instead of the checkpoint's own.
         device, dtype: of the model.
         settings: `factor`, `num_lags` and `max_sources` of `inspect_model`.
 
     Example: `inspect_checkpoint("my-frac", "memory", text=Path("book.txt").read_text())`
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if num_tokens < 16:
         raise ValueError(f"num_tokens must be at least 16, got {num_tokens}")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
+    found = find_checkpoint(checkpoint)
+    if tokenizer is None:
+        tokenizer = find_tokenizer(found)
     # A token is a letter at least, mostly; cutting first saves the time a whole book would take.
     ids = tokenizer(text[: 32 * num_tokens], return_tensors="pt").input_ids[:, :num_tokens]
     if ids.shape[1] < 16:
         raise ValueError(
             f"text must have at least 16 tokens, got {ids.shape[1]}; use one of some thousand"
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=dtype)
-    model.to(device)
+    model = load_model(found, dtype=dtype).to(device)
+    check_model(model)
+    if int(ids.max()) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has an id {int(ids.max())}, but the model's vocab_size is "
+            f"{model.config.vocab_size}; use the tokenizer that the model was trained with"
+        )
     report = inspect_model(model, ids.to(device), text=text_name, **settings)
     write_report(report, out)
     return report
@@ -113,6 +130,8 @@ def inspect_checkpoint(
 
 def draw_layer(path: str | Path, report: MemoryReport, layer: int) -> None:
     """Responses of all heads of a layer with the laws of their mean, and the use of modes.
+
+    The layer is report.layers[layer].
 
     Example: `draw_layer("layer_00.svg", report, 0)`
     """
@@ -137,7 +156,8 @@ def draw_alpha(path: str | Path, report: MemoryReport) -> None:
         for layer in report.layers
     ]
     with figure_at(path, (5.6, 1.8 + 0.12 * len(medians)), [1]) as (figure, axes):
-        _heat(figure, axes[0], np.array(medians), "head", "layer")
+        numbers = [layer.number for layer in report.layers]
+        _heat(figure, axes[0], np.array(medians), "head", "layer", rows=numbers)
         axes[0].set_title("Median alpha")
 
 
@@ -146,11 +166,11 @@ def draw_horizon(path: str | Path, report: MemoryReport) -> None:
 
     Example: `draw_horizon("horizon.svg", report)`
     """
-    numbers = np.arange(len(report.layers))
+    numbers = [layer.number for layer in report.layers]
     with figure_at(path, (5.6, 3.6), [1]) as (_, axes):
-        for n, layer in enumerate(report.layers):
+        for layer in report.layers:
             reach = [max(head.horizon.half, 0.1) for head in layer.heads]
-            axes[0].plot([n] * len(reach), reach, ".", color=PALE, ms=4, zorder=1)
+            axes[0].plot([layer.number] * len(reach), reach, ".", color=PALE, ms=4, zorder=1)
         lines = (("half", OURS), ("mean", THIRD), ("ninety", OTHER))
         for name, colour in lines:
             reach = [max(getattr(layer.horizon, name), 0.1) for layer in report.layers]
@@ -185,7 +205,7 @@ def _responses(axes: Any, report: MemoryReport, layer: int) -> None:
     axes.set_xlim(lags[0], lags[-1])
     if np.isfinite(heads).any():
         axes.set_ylim(np.nanmin(heads) / 2, 2 * np.nanmax(heads))
-    axes.set(xlabel="lag, tokens", ylabel="response", title=f"Memory of layer {layer}")
+    axes.set(xlabel="lag, tokens", ylabel="response", title=f"Memory of layer {seen.number}")
     axes.legend(frameon=False, loc="lower left")
 
 
@@ -198,8 +218,16 @@ def _law(fit: Fit) -> str:
 
 
 def _heat(
-    figure: Any, axes: Any, values: np.ndarray, xlabel: str, ylabel: str, *, log: bool = False
+    figure: Any,
+    axes: Any,
+    values: np.ndarray,
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> None:
+    """Values as shades; rows have their own numbers, or count from 0."""
     colours = require("matplotlib.colors", "plot", "the figures of a report")
     shades = colours.LinearSegmentedColormap.from_list("shades", SHADES)
     norm = None
@@ -208,9 +236,10 @@ def _heat(
         low = max(values.min(), 1e-5 * values.max())
         values, norm = np.maximum(values, low), colours.LogNorm(low, max(values.max(), 1.01 * low))
     mesh = axes.pcolormesh(values, cmap=shades, norm=norm, edgecolors="white", linewidth=0.3)
-    for axis, count in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
-        ticks = np.arange(0, count, max(1, count // 8))
-        axis.set_ticks(ticks + 0.5, [str(tick) for tick in ticks])
+    names = (range(values.shape[1]), rows or range(values.shape[0]))
+    for axis, numbers in zip((axes.xaxis, axes.yaxis), names, strict=True):
+        ticks = range(0, len(numbers), max(1, len(numbers) // 8))
+        axis.set_ticks([tick + 0.5 for tick in ticks], [str(numbers[tick]) for tick in ticks])
     axes.invert_yaxis()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.tick_params(length=0)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from flash_frac.layers import FracMixer
 from flash_frac.models.configuration import FracConfig
-from flash_frac.models.modeling import FracPreTrainedModel
+from flash_frac.models.modeling import FracBlock, FracPreTrainedModel
 from flash_frac.ops import Dynamics, log_prior, mode_log_decay
 from flash_frac.theory.banks import named_bank, resolve_bank
 
@@ -92,12 +92,17 @@ class Regridding(Generic[Model]):
         """The largest of all layers."""
         return max(layer.shape_error for layer in self.layers)
 
+    @property
+    def numbers(self) -> list[int]:
+        """The positions of these layers in the model, where attention layers count."""
+        return [x.layer_idx for x in self.model.modules() if isinstance(x, FracBlock)]
+
     def __str__(self) -> str:
         ends = [f"{len(x)} from {x[0]:g} to {x[-1]:g}" for x in (self.old_tau, self.new_tau)]
         lines = [f"timescales: {ends[0]} -> {ends[1]}", "layer  sup      L2       scale  shape"]
         lines += [
             f"{n:5}  {x.sup_error:.1e}  {x.l2_error:.1e}  {x.scale:5.3f}  {x.shape_error:.1e}"
-            for n, x in enumerate(self.layers)
+            for n, x in zip(self.numbers, self.layers, strict=True)
         ]
         return "\n".join(lines)
 

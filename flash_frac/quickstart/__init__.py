@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flash_frac.extras import require
+from flash_frac.files import check_folder
 from flash_frac.quickstart import corpus
 
 if TYPE_CHECKING:
+    from flash_frac.inspect import MemoryReport
     from flash_frac.train import TrainResult
 
 HERE = Path(__file__).parent
@@ -27,7 +30,7 @@ MINUTES = 3.0
 CONTEXTS = (1, 4, 16, 64)
 PROMPT = "My fellow Americans, "
 SAMPLE_BYTES = 400
-# Tokens over which the memory of the model is averaged.
+# Tokens along which the memory of the model is measured; lags end where they do.
 MEMORY_TOKENS = 4096
 
 
@@ -82,15 +85,13 @@ def say(text: str) -> None:
 def _prepare(folder: Path, minutes: float) -> Path:
     """Write the texts, the model configuration and the whole recipe of the run; its path."""
     data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
     training, validation = corpus.split(corpus.load())
-    shutil.copy(HERE / "config.json", folder / "config.json")
     text = (HERE / "recipe.yaml").read_text(encoding="utf-8")
     steps = int(require("yaml", "train", "the quickstart").safe_load(text)["max_steps"])
     paths = {
         "config_name": folder / "config.json",
-        "data_files": [corpus.write(training, data / "train.jsonl")],
-        "held_out_files": [corpus.write(validation, data / "validation.jsonl")],
+        "data_files": [data / "train.jsonl"],
+        "held_out_files": [data / "validation.jsonl"],
         "cache_dir": data / "tokens",
         "output_dir": folder,
     }
@@ -100,6 +101,11 @@ def _prepare(folder: Path, minutes: float) -> Path:
     path = folder / "recipe.yaml"
     chosen = max(1, round(steps * minutes / MINUTES))
     whole = "\n".join(lines).replace(f"max_steps: {steps}", f"max_steps: {chosen}")
+    _check_folder(folder, whole + "\n")
+    data.mkdir(parents=True, exist_ok=True)
+    corpus.write(training, data / "train.jsonl")
+    corpus.write(validation, data / "validation.jsonl")
+    shutil.copy(HERE / "config.json", folder / "config.json")
     path.write_text(whole + "\n", encoding="utf-8")
     years = [address.year for address in validation]
     say(
@@ -107,6 +113,21 @@ def _prepare(folder: Path, minutes: float) -> Path:
         f"{max(years)} to validate on."
     )
     return path
+
+
+def _check_folder(folder: Path, recipe: str) -> None:
+    """ValueError if a folder holds anything but a quickstart with this recipe, or fewer steps."""
+    check_folder(folder, "output_dir")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    path = folder / "recipe.yaml"
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    texts = [re.sub(r"(?m)^max_steps: \d+$", "", text) for text in (before, recipe)]
+    if texts[0] != texts[1]:
+        raise ValueError(
+            f"output_dir {folder} holds something else already, and nothing was written to it: "
+            "name a new folder by --output-dir"
+        )
 
 
 def _absolute(path: Path) -> str:
@@ -159,9 +180,7 @@ def _sample(result: TrainResult) -> str:
 
 def _draw(result: TrainResult, results: dict[str, Any], folder: Path) -> None:
     import numpy as np
-    import torch
 
-    from flash_frac.inspect import layer_kernel
     from flash_frac.quickstart.figures import draw_context, draw_loss, draw_memory
 
     def curve(key: str) -> list[tuple[int, float]]:
@@ -172,13 +191,30 @@ def _draw(result: TrainResult, results: dict[str, Any], folder: Path) -> None:
     bits = {int(n): value for n, value in results["bits_per_byte"].items()}
     draw_context(folder / "context.svg", bits, length, trigram)
 
+    trained, untrained = _memory(result)
+
+    def relative(report: MemoryReport) -> dict[int, Any]:
+        heads = {x.number: np.array([head.response for head in x.heads]) for x in report.layers}
+        return {number: x[:, 1:] / x[:, :1] for number, x in heads.items()}
+
+    lags = np.array(trained.lags[1:])
+    draw_memory(folder / "memory.svg", lags, relative(trained), relative(untrained))
+
+
+def _memory(result: TrainResult) -> tuple[MemoryReport, MemoryReport]:
+    """What `frac inspect` measures, on the validation text: of the model, and before training."""
+    import torch
+
+    from flash_frac.inspect import inspect_model
+    from flash_frac.models import FracForCausalLM
+
     model, held_out = result.model, result.splits.held_out
     ids = held_out.tokens(0, min(MEMORY_TOKENS, held_out.num_tokens))
     ids = torch.from_numpy(ids)[None].to(model.device)
-    lags = np.concatenate([[0], np.geomspace(1, max(bits), 200)])
-    kernels = [layer_kernel(model, n, lags, ids) for n in range(model.config.num_hidden_layers)]
-    relative = [kernel[:, 1:] / kernel[:, :1] for kernel in kernels]
-    draw_memory(folder / "memory.svg", lags[1:], relative)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        untrained: Any = FracForCausalLM(model.config)
+    return inspect_model(model, ids), inspect_model(untrained.to(model.device), ids)
 
 
 def _closing(results: dict[str, Any], folder: Path) -> str:
@@ -195,7 +231,7 @@ def _closing(results: dict[str, Any], folder: Path) -> str:
             f"\nEverything is in {folder}:",
             "  loss.svg       how it learned",
             "  context.svg    what longer contexts give it",
-            "  memory.svg     how its memory fades",
+            "  memory.svg     how its memory fades, and how it did before training",
             "  final          the model and its tokenizer, for from_pretrained",
             "  recipe.yaml    all settings; results.json, log.jsonl  all numbers",
             "\nWhat to try next:",

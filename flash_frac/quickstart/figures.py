@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from flash_frac.drawing import FAINT, GREY, OTHER, OURS, PALE, THIRD, figure_at
+from flash_frac.drawing import FAINT, OTHER, OURS, PALE, THIRD, figure_at
 
 SIZE = (5.6, 3.6)
 # One for each layer, from the first to the last.
 LAYERS = (PALE, OURS, THIRD, OTHER, "#e09f3e")
+UNTRAINED = "#c3c8ce"
+# The lowest response that is drawn, as a share of that at lag 0.
+LEAST = 1e-8
 
 
 def draw_loss(
@@ -63,38 +66,39 @@ def draw_context(path: str | Path, bits: Mapping[int, float], trained: int, trig
         axes.set(xlabel="length of context, bytes", ylabel="bits per byte", title="Longer contexts")
 
 
-def draw_memory(path: str | Path, lags: np.ndarray, kernels: Sequence[np.ndarray]) -> None:
-    """The memory kernels of all heads on log-log axes, each as a share of its value at lag 0.
+def draw_memory(
+    path: str | Path,
+    lags: np.ndarray,
+    responses: Mapping[int, np.ndarray],
+    untrained: Mapping[int, np.ndarray],
+) -> None:
+    """The measured responses of all heads on log-log axes, each as a share of its value at lag 0.
 
     Args:
         path: the SVG file to write.
         lags: (n,) tokens, ascending and positive.
-        kernels: for each layer (H, n), relative to lag 0.
+        responses: by number of the layer (H, n), relative to lag 0.
+        untrained: the same of the model before training, drawn in grey behind them.
 
-    For the eye, an exponential that meets their mean at the first and the middle lag is added.
-
-    Example: `draw_memory("memory.svg", lags, [layer_kernel(model, 0, lags, ids)])`
+    Example: `draw_memory("memory.svg", lags, {0: trained}, {0: untrained})`
     """
-    lags = np.asarray(lags, float)
     with figure_at(path, SIZE) as (_, (axes,)):
-        for number, heads in enumerate(kernels):
-            colour = LAYERS[number % len(LAYERS)]
-            lines = axes.plot(lags, np.transpose(heads), color=colour, lw=1, alpha=0.8)
-            lines[0].set_label(f"layer {number + 1}, one line per head")
-        middle = len(lags) // 2
-        first, later = np.mean(np.log(np.concatenate(list(kernels)))[:, [0, middle]], 0)
-        slope = (later - first) / (lags[middle] - lags[0])
-        curve = np.exp(first + slope * (lags - lags[0]))
-        axes.plot(lags, curve, "--", color=GREY, label="exponential")
-        lowest = min(float(heads.min()) for heads in kernels)
+        before = [line for heads in untrained.values() for line in heads]
+        lines = axes.plot(lags, np.transpose(before), color=UNTRAINED, lw=1, zorder=1)
+        for place, (number, heads) in enumerate(responses.items()):
+            colour = LAYERS[place % len(LAYERS)]
+            trained = axes.plot(lags, np.transpose(heads), color=colour, lw=1, alpha=0.8)
+            trained[0].set_label(f"layer {number}, one line per head")
+        lines[0].set_label("all layers before training")
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(lags[0], lags[-1])
-        axes.set_ylim(lowest / 2, 1.5)
+        axes.set_ylim(LEAST, 1.5)
         axes.set(
-            xlabel="tokens ago", ylabel="weight, relative to the present", title="Learned memory"
+            xlabel="tokens ago", ylabel="response, relative to the present", title="Learned memory"
         )
-        axes.legend(frameon=False, loc="lower left")
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[1:] + handles[:1], labels[1:] + labels[:1], frameon=False)
 
 
 def _reference(axes: Any, value: float, name: str) -> None:

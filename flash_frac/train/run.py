@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 from transformers.utils import logging
 
 from flash_frac.beginning import beginning, set_beginning
@@ -24,6 +24,7 @@ from flash_frac.data import (
 )
 from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models.loading import damaged_file, load_model
 from flash_frac.provenance import provenance
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.arguments import ModelArguments
@@ -78,6 +79,11 @@ def train(recipe: Recipe) -> TrainResult:
     model = build_model(recipe.model, tokenizer)
     order = _order(recipe, tokenizer)
     resume = _resume_point(recipe, order, model.config, output_dir)
+    damage = damaged_file(resume)
+    if damage is not None:
+        raise ValueError(
+            f"{damage}: delete {resume}, and the same command resumes from the checkpoint before it"
+        )
     # The first process tokenises; the others find its cache.
     with saying_what_is_kept(args), args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
@@ -130,7 +136,7 @@ def _describe(model: FracForCausalLM, splits: Any, new: Path | None) -> str:
 def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
     """The model of a recipe, its special tokens those of the tokenizer."""
     if arguments.model_name_or_path is not None:
-        model: Any = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+        model = load_model(arguments.model_name_or_path, argument="model_name_or_path")
         if not isinstance(model, FracForCausalLM):
             raise ValueError(
                 f"model_name_or_path must be a Frac language model, got {type(model).__name__}"

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from flash_frac.data import Bookmark, Collator, StreamingDataset
 from flash_frac.files import write_text
-from flash_frac.inspect.statistics import memory_statistics
+from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.course import Course
 from flash_frac.train.monitor import (
@@ -278,7 +278,7 @@ class FracTrainer(Trainer):
             layers = memory_statistics(model, ids)
         model.set_context_group(self.context_group)
         law: dict[str, float] = {}
-        for number, layer in enumerate(layers):
+        for number, layer in zip(layer_numbers(model), layers, strict=True):
             law |= layer.as_dict(f"memory/layer_{number}/")
         law["memory/horizon"] = math.exp(sum(math.log(x.horizon) for x in layers) / len(layers))
         self._paused += time.perf_counter() - started

@@ -8,7 +8,7 @@ import pytest
 import stream
 import torch
 
-from flash_frac.bench import models, parts, peers
+from flash_frac.bench import models, parts, peers, table
 from flash_frac.bench.parts import CPU_SIZES, build, our_subject, set_backend, step_times
 from flash_frac.bench.rows import COLUMNS, read_rows
 from flash_frac.bench.table import PAPER, bench, choose_config, choose_sizes, paper_table
@@ -150,9 +150,8 @@ def test_bench_prints_the_layout_of_the_paper(tmp_path):
     config = FracConfig(**TINY)
     lines, left_out = bench(config, peers=["qwen3", "mamba2"], sizes=CPU_SIZES, out=path)
     assert len({line.count("|") for line in lines}) == 1 and "prefill@16" in lines[0]
-    # Ours in two ways, a peer, and the paper's models.
-    assert len(lines) == 2 + 3 + len(PAPER) and len(left_out) == 1
-    assert lines[-1].startswith("| *FRAC, paper* | 16,213 | 49,946 | 77,490 | 33 | 241,598 |")
+    # Ours in two ways and a peer; the paper's models are larger, and ran on a GPU.
+    assert len(lines) == 2 + 3 and len(left_out) == 1
     kept = json.loads(path.read_text())
     assert all(f" {row['tokens_per_s']:,.0f} |" in "\n".join(lines) for row in kept["rows"])
     assert kept["left_out"] == left_out and kept["made_with"]["torch"]
@@ -164,6 +163,16 @@ def test_columns_of_the_table():
     lines = paper_table(rows)
     assert lines[0].endswith("| decode | train@4K | decode x 64 |")
     assert lines[2] == "| flash_frac |  | 1,234 |  |  |  | 9 |"
+    assert len(lines) == 3 + len(PAPER)
+    assert lines[-1].startswith("| *FRAC, paper* | 16,213 | 49,946 | 77,490 | 33 | 241,598 |")
+    assert paper_table(rows, paper=False)[0] == "| tokens/s | prefill@4K | decode x 64 |"
+
+
+def test_the_paper_stands_beside_its_own_size_on_a_gpu(monkeypatch):
+    whole = FracConfig.from_json_file(model.CONFIG)
+    assert not table._is_papers(whole)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert table._is_papers(whole) and not table._is_papers(FracConfig(**TINY))
 
 
 def test_what_is_not_known_is_named():

@@ -170,6 +170,10 @@ def test_lengths_share_their_documents(tmp_path, monkeypatch):
     for length, num_documents, least in ((100, 2, 8192), (8192, 2, 8192), (8500, 1, 8500)):
         result = module.measure(request(SUITE, "pg19", lm, length=length, data_dir=tmp_path))
         assert (result["num_examples"], result["min_tokens"]) == (num_documents, least)
+    assert result["left_out"][1:] == [
+        "document 2 (8,192 tokens, fewer than 8,500)",
+        "document 3 (8,191 tokens, fewer than 8,500)",
+    ]
     with pytest.raises(
         ValueError, match="no document of pg19 has 9001 tokens, the longest has 9000"
     ):
@@ -177,6 +181,7 @@ def test_lengths_share_their_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "NUM_DOCUMENTS", 1)
     result = module.measure(request(SUITE, "pg19", lm, length=100, data_dir=tmp_path))
     assert result["num_examples"] == 1 and result["num_left_out"] == 3
+    assert result["left_out"][-1] == "document 4 (after the first 1)"
 
 
 def test_errors_name_the_remedy(tmp_path):

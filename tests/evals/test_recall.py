@@ -149,6 +149,8 @@ def test_known_models_get_the_scores_they_must(task, answers):
     assert scores["half"] == pytest.approx(sum(odd) / len(odd))
     assert result["num_examples"] == len(lm.prompts) == len(samples(task)) - (task == "squad")
     assert result["num_left_out"] == (task == "squad") and result["num_cut"] == 0
+    assert len(result["left_out"]) == result["num_left_out"]
+    assert all("an answer of fewer than two letters" in name for name in result["left_out"])
     assert all(options["until"] == ["\n"] for options in lm.options)
     assert all(options["max_gen_toks"] == 48 for options in lm.options)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flash_frac.evals.report import average, compare, markdown, numbers
+from flash_frac.evals.report import average, columns, compare, markdown, numbers
 from flash_frac.evals.suites import SUITES
 
 
@@ -46,12 +46,42 @@ def test_numbers_that_were_not_measured_are_not_averaged():
     assert average(suite, [*row[:-1], None]) is None
     partial = report("mine")
     partial["units"] = [unit for unit in partial["units"] if unit["task"] != "boolq"]
-    table = markdown([partial])
+    table = markdown([report("whole"), partial])
     assert (
         "| **mine** | 16.5 | 13.5 | 44.9 | 72.4 | 56.4 | 55.6 | 71.6 | 38.0 | 41.8 | – | – |"
         in table
     )
     assert "mine: not measured: boolq" in table
+
+
+def test_only_what_was_measured_is_listed():
+    """No column, table or note for the tasks that nobody asked for."""
+    some = report("mine")
+    some["units"] = [u for u in some["units"] if u["task"] in ("piqa", "boolq", "pg19")]
+    text = markdown([some])
+    assert "| Model | PIQA acc ↑ | BoolQ acc ↑ |\n" in text
+    frac = [
+        SUITES["lm"].paper["FRAC"][n]
+        for n, (t, _) in enumerate(columns(SUITES["lm"]))
+        if t.name in ("piqa", "boolq")
+    ]
+    row = " | ".join(f"{x:.1f}" for x in frac)
+    assert f"| FRAC (paper) | {row} |\n| **mine** | {row} |\n" in text
+    assert "PG19 (ppl)" in text and "ProofPile" not in text
+    assert "not measured" not in text and "Avg." not in text and "–" not in text
+
+
+def test_what_was_left_out_is_named():
+    some = report("mine")
+    some["units"] = [u for u in some["units"] if u["task"] == "pg19"]
+    for unit in some["units"]:
+        unit["results"]["left_out"] = [f"document {n} (9 tokens, fewer than 16)" for n in range(12)]
+    some["left_out"] = ["lm/boolq", "niah/niah_single_1"]
+    text = markdown([some])
+    assert text.count("left out of pg19: document 0 (9 tokens, fewer than 16), document 1 (") == 1
+    assert "document 9 (9 tokens, fewer than 16) and 2 more, in results.json" in text
+    last = "mine: asked for and left out, without local files: lm/boolq, niah/niah_single_1.\n"
+    assert text.endswith(last)
 
 
 def test_comparison(tmp_path):

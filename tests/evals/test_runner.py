@@ -82,7 +82,12 @@ def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monk
         str(checkpoint), tmp_path / "out", options(data_dir=tmp_path / "data", skip_missing=True)
     )
     assert [unit["task"] for unit in report["units"]] == ["piqa"]
-    assert "not measured: arc_challenge" in (tmp_path / "out" / "results.md").read_text()
+    results = (tmp_path / "out" / "results.md").read_text()
+    assert "left out, without local files: lm/winogrande, lm/openbookqa.\n" in results
+    assert "| Model | PIQA acc ↑ |" in results and "ARC" not in results
+    (tmp_path / "out" / "lm" / "piqa.json").write_text("{")
+    with pytest.raises(ValueError, match=r"piqa\.json is not JSON"):
+        evaluate(str(checkpoint), tmp_path / "out", options(data_dir=SAMPLES))
 
 
 def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypatch):
@@ -99,6 +104,13 @@ def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypat
     assert report["units"][0]["conditions"]["data"].keys() == {"squad.jsonl"}
     num_fetched = len(fetched)
     assert evaluate(str(checkpoint), tmp_path, settings) == report and len(fetched) == num_fetched
+
+
+def test_a_checkpoint_is_found_before_data_are_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    with pytest.raises(ValueError, match=r"checkpoint \./absent was not found"):
+        evaluate("./absent", tmp_path / "out", Settings(suites=("recall",), tasks=("squad",)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_task_took_is_kept(checkpoint, tmp_path):
@@ -135,11 +147,16 @@ def test_own_documents_are_a_task_of_longppl(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("", "holds no line"), ("{\n", "line 1 is not JSON"), ("[1]\n", "line 1 must be an object")],
+    [
+        ("", "holds no line"),
+        ("{\n", "line 1 is not JSON"),
+        ("[1]\n", "line 1 must be an object"),
+        ("{}\n\udcff", "line 2 is not a text in UTF-8"),
+    ],
 )
 def test_broken_files_are_named(checkpoint, tmp_path, text, error):
     (tmp_path / "lm").mkdir()
-    (tmp_path / "lm" / "piqa.jsonl").write_text(text)
+    (tmp_path / "lm" / "piqa.jsonl").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=rf"piqa\.jsonl {error}"):
         evaluate(str(checkpoint), tmp_path / "out", options(tasks=("piqa",), data_dir=tmp_path))
 

@@ -24,8 +24,39 @@ def test_a_state_goes_from_one_call_to_the_next(checkpoint, tmp_path):
     first = frac("generate", checkpoint, "--prompt", "To be", *options, 5, "--save-state", state)
     second = frac("generate", checkpoint, "--state", state, *options, 7)
     assert first.stdout.rstrip("\n") + second.stdout == whole.stdout
+    # The folder of a state is made.
+    deep = tmp_path / "new" / "folder" / "state"
+    frac("generate", checkpoint, "--prompt", "To be", *options, 5, "--save-state", deep)
+    assert frac("generate", checkpoint, "--state", deep, *options, 7).stdout == second.stdout
     nothing = frac("generate", checkpoint)
     assert nothing.returncode == 1 and "give --prompt, --state or both" in nothing.stderr
+
+
+def test_piped_text_is_continued(checkpoint, tmp_path):
+    """As a prompt is, without its last line break; a prompt that is given has the last word."""
+    options = ["--temperature", 0, "--max-new-tokens", 5]
+    whole = frac("generate", checkpoint, "--prompt", "To\nbe", *options)
+    piped = frac("generate", checkpoint, *options, stdin=b"To\nbe\n")
+    assert piped.stdout == whole.stdout and whole.stdout.startswith("To\nbe")
+    both = frac("generate", checkpoint, "--prompt", "To\nbe", *options, stdin=b"unread")
+    assert both.stdout == whole.stdout
+
+
+def test_errors_do_not_run_into_the_text(checkpoint):
+    for option in (("--max-new-tokens", 0), ("--temperature", -1), ("--seed", -1)):
+        done = frac("generate", checkpoint, "--prompt", "hi", *option)
+        assert done.returncode != 0 and done.stdout == "", option
+    written = []
+    with pytest.raises(ValueError, match="max_new_tokens must be"):
+        continue_text(
+            open_stream(checkpoint),
+            "hi",
+            written.append,
+            sampling=GREEDY,
+            max_new_tokens=0,
+            echo=True,
+        )
+    assert written == []
 
 
 def test_an_interrupt_keeps_what_was_written(checkpoint):

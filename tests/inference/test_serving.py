@@ -15,6 +15,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +181,98 @@ def test_the_client_of_the_document(url, checkpoint):
     names: dict = {}
     exec(compile(block, "docs/serving.md", "exec"), names)
     assert names["answer"] == expected(checkpoint, HELLO, 20)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """A client of the server's application, without a server; one with a chat template, one not."""
+    for module in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(module, reason="pip install 'flash-frac[serve]'")
+    from fastapi.testclient import TestClient
+
+    folder, clients = tmp_path_factory.mktemp("asked"), {}
+    FracForCausalLM(tiny_config(vocab_size=99, eos_token_id=None)).save_pretrained(folder)
+    tokenizer = letters_tokenizer()
+    for kind in ("chat", "plain"):
+        if kind == "plain":
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(folder)
+        (folder / "chat_template.jinja").unlink() if kind == "plain" else None
+        with mock.patch("uvicorn.Server.run", autospec=True) as run:
+            serve(str(folder), ["--device", "cpu"])
+        app = run.call_args.args[0].config.app
+        clients[kind] = TestClient(app, raise_server_exceptions=False)
+    return clients
+
+
+def test_the_model_is_listed(client):
+    answer = client["chat"].get("/v1/models")
+    (model,) = answer.json()["data"]
+    assert answer.status_code == 200 and model["object"] == "model" and "asked" in model["id"]
+
+
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MISTAKES = [
+    (CHAT, {}, "the field messages is missing"),
+    (CHAT, {"messages": []}, "messages must be a list with at least one message"),
+    (CHAT, {"messages": "Hello"}, "messages must be a list with at least one message"),
+    (CHAT, {"messages": ["Hello"]}, "messages[0] must be an object"),
+    (CHAT, {"messages": [{"content": "Hello"}]}, "messages[0].role must be a text"),
+    (CHAT, {"messages": [*HELLO, {"role": "user"}]}, "messages[1].content must be a text"),
+    (CHAT, {"messages": HELLO, "temperature": "hot"}, "temperature must be a number"),
+    (CHAT, {"messages": HELLO, "temperature": -1}, "temperature must be a number of at least 0"),
+    (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens must be a whole number"),
+    (CHAT, {"messages": HELLO, "max_tokens": -1, "stream": True}, "max_tokens must be"),
+    (CHAT, {"messages": HELLO, "top_p": 2}, "top_p must be a number above 0 and at most 1"),
+    (CHAT, {"messages": HELLO, "seed": "a"}, "seed must be a whole number"),
+    (CHAT, {"messages": HELLO, "stop": 5}, "stop must be a text or a list of texts"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"a": 1}}, "logit_bias must be an object"),
+    (CHAT, {"messages": HELLO, "tools": "x"}, "tools must be a list"),
+    (CHAT, {"messages": HELLO, "generation_config": "{"}, "generation_config must be"),
+    (CHAT, {"messages": HELLO, "generation_config": '{"max_new_tokens": -3}'}, "max_new_tokens"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "chat_template_kwargs must be"),
+    (CHAT, {"messages": HELLO, "model": "other"}, "pinned"),
+    (CHAT, {"messages": HELLO, "unheard_of": 1}, "Unexpected fields"),
+    (TEXT, {}, "the field prompt is missing"),
+    (TEXT, {"prompt": ""}, "prompt must be a text that is not empty"),
+    (TEXT, {"prompt": ["a"]}, "prompt must be a text that is not empty"),
+    (RESPONSE, {}, "the field input is missing"),
+    (RESPONSE, {"input": 5}, "input must be a text or a list of messages"),
+    (RESPONSE, {"input": [{"role": "user"}]}, "input[0].content must be a text"),
+    ("/v1/audio/transcriptions", {}, "no model of speech"),
+    ("/load_model", {"model": "some/other"}, "only"),
+    ("/nowhere", {}, "Not Found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), MISTAKES, ids=str)
+def test_a_mistake_of_the_client_is_named(client, path, body, message):
+    answer = client["chat"].post(path, json=body)
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", answer.status_code)
+
+
+def test_a_body_that_is_no_json(client):
+    answer = client["chat"].post(CHAT, content=b"{", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422 and "JSON" in answer.json()["error"]["message"]
+
+
+def test_chat_without_a_template(client):
+    for path, body in ((CHAT, {"messages": HELLO}), (RESPONSE, {"input": "Hello"})):
+        answer = client["plain"].post(path, json=body)
+        assert answer.status_code == 400
+        assert "has no chat template" in answer.json()["error"]["message"]
+    answer = client["plain"].post(TEXT, json={"prompt": "Once", "max_tokens": 3})
+    assert answer.status_code == 200 and len(answer.json()["choices"][0]["text"]) == 3
+
+
+def test_an_error_of_the_server_is_json_too(client):
+    with mock.patch.object(FracForCausalLM, "generate", side_effect=RuntimeError("out of luck")):
+        answer = client["plain"].post(TEXT, json={"prompt": "Once", "max_tokens": 3})
+    error = {"message": "RuntimeError: out of luck", "type": "server_error", "code": 500}
+    assert (answer.status_code, answer.json()) == (500, {"error": error})
 
 
 def test_continuous_batching_is_refused(checkpoint):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,10 +10,18 @@ import torch
 from torch import nn
 
 from flash_frac.data.tokenizer import byte_tokenizer
-from flash_frac.inspect import inspect_checkpoint, inspect_model, memory_statistics, write_report
+from flash_frac.inspect import (
+    inspect_checkpoint,
+    inspect_model,
+    layer_kernel,
+    layer_numbers,
+    memory_statistics,
+    write_report,
+)
 from flash_frac.inspect.statistics import visit_layers
 from flash_frac.inspect.write import draw_layer
-from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models import FracConfig, FracForCausalLM, regrid
+from tests.tiny import tiny_config
 
 from .conftest import tiny
 
@@ -134,3 +143,36 @@ def test_errors_name_the_remedy():
         inspect_model(model, tokens[:, :15])
     with pytest.raises(ValueError, match="factor must be above 1"):
         inspect_model(model, tokens, factor=0.9)
+
+
+def test_layers_have_their_numbers_in_the_model(tmp_path):
+    """In a hybrid model too: what the configuration calls layer 2 is layer 2 everywhere."""
+    hybrid = FracForCausalLM(tiny_config(num_hidden_layers=4, attention_layers=[1, 3]))
+    tokens = torch.randint(3, 200, (1, 64))
+    report = inspect_model(hybrid, tokens)
+    assert layer_numbers(hybrid) == [layer.number for layer in report.layers] == [0, 2]
+    numbers = []
+    visit_layers(hybrid, tokens, lambda n, mixer, inner_x, u: numbers.append((n, mixer)))
+    assert numbers == [(n, hybrid.model.layers[n].mixer) for n in (0, 2)]
+    lags = np.arange(5)
+    last = layer_kernel(hybrid, -1, lags, tokens)
+    assert np.array_equal(layer_kernel(hybrid, 2, lags, tokens), last)
+    with pytest.raises(ValueError, match=r"layer must be a Frac layer, one of \[0, 2\], got 1"):
+        layer_kernel(hybrid, 1, lags, tokens)
+    write_report(report, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("layer_*")) == [
+        "layer_00.svg",
+        "layer_02.svg",
+    ]
+    assert "Memory of layer 2" in (tmp_path / "layer_02.svg").read_text()
+    table = str(regrid(hybrid, num_modes=8)).splitlines()[2:]
+    assert [int(line.split()[0]) for line in table] == [0, 2]
+
+
+def test_a_page_without_matplotlib(report, tmp_path, monkeypatch, caplog):
+    """The page is there, and the log says what the figures need."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = write_report(report, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"index.html", "report.json"}
+    assert f"{page} has no figures beside it" in caplog.text
+    assert "pip install 'flash-frac[plot]'" in caplog.text

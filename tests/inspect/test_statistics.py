@@ -149,7 +149,7 @@ def test_errors_name_the_remedy():
     model, tokens = tiny(), ids(1, 8)
     with pytest.raises(ValueError, match="pass the model inside"):
         memory_statistics(nn.DataParallel(model), tokens)
-    with pytest.raises(ValueError, match=r"layer must be in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"layer must be a Frac layer, one of \[0, 1\], got 2"):
         layer_kernel(model, 2, [1], tokens)
     with pytest.raises(ValueError, match="lags must be"):
         layer_kernel(model, 0, [-1], tokens)

@@ -6,7 +6,8 @@ import pytest
 from flash_frac.quickstart.figures import draw_context, draw_loss, draw_memory
 
 LAGS = np.geomspace(1, 1000, 50)
-KERNELS = [np.stack([LAGS**-0.5, LAGS**-0.7]), LAGS[None] ** -0.9]
+TRAINED = {0: np.stack([LAGS**-0.5, LAGS**-0.7]), 2: LAGS[None] ** -0.9}
+UNTRAINED = {number: heads / 2 for number, heads in TRAINED.items()}
 DRAWINGS = {
     "loss": (
         lambda path: draw_loss(path, [(1, 5.0), (9, 3.0)], [(9, 3.1)], 3.05),
@@ -17,8 +18,8 @@ DRAWINGS = {
         ["2.125", "1,024", "(training)", "trigram 3.050", "bits per byte"],
     ),
     "memory": (
-        lambda path: draw_memory(path, LAGS, KERNELS),
-        ["layer 1", "layer 2", "exponential", "tokens ago"],
+        lambda path: draw_memory(path, LAGS, TRAINED, UNTRAINED),
+        ["layer 0", "layer 2", "before training", "tokens ago"],
     ),
 }
 

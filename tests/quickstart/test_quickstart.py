@@ -2,15 +2,19 @@
 
 import json
 import math
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import flash_frac.models  # noqa: F401
 from flash_frac import quickstart
-from flash_frac.quickstart import corpus
+from flash_frac.data import byte_tokenizer
+from flash_frac.inspect import inspect_model
+from flash_frac.models import FracForCausalLM
+from flash_frac.quickstart import corpus, figures
 from flash_frac.train import load_recipe
 
 SMALL = ["--sequence_length=16", "--max_steps=6", "--logging_steps=2", "--eval_steps=3"]
@@ -22,10 +26,13 @@ def short_addresses(monkeypatch):
     short = [corpus.Address(a.year, a.name, a.text[:500]) for a in whole]
     monkeypatch.setattr(corpus, "load", lambda: short)
     monkeypatch.setattr(quickstart, "SAMPLE_BYTES", 20)
+    monkeypatch.setattr(quickstart, "MEMORY_TOKENS", 400)
 
 
-def test_everything_is_there(short_addresses, tmp_path, capsys):
+def test_everything_is_there(short_addresses, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "quickstart"
+    drawn = mock.Mock(wraps=figures.draw_memory)
+    monkeypatch.setattr(figures, "draw_memory", drawn)
     results = quickstart.run(str(folder), overrides=[*SMALL, "--disable_tqdm=true"])
     assert json.loads((folder / "results.json").read_text()) == results
     assert list(results["bits_per_byte"]) == ["16", "64", "256", "1024"]
@@ -45,6 +52,33 @@ def test_everything_is_there(short_addresses, tmp_path, capsys):
     assert ids.shape == (1, 19)
     with torch.no_grad():
         assert math.isfinite(model(ids, labels=ids).loss)
+    assert_memory_is_measured(model, *drawn.call_args.args[1:])
+
+
+def assert_memory_is_measured(model, lags, trained, untrained):
+    """The numbers of the figure are what `inspect_model` gives, now and before training."""
+    first = next(a.text for a in corpus.load() if a.year == corpus.FIRST_HELD_OUT_YEAR)
+    ids = byte_tokenizer()(first[: quickstart.MEMORY_TOKENS], return_tensors="pt").input_ids
+    torch.manual_seed(0)
+    for network, drawn in ((model, trained), (FracForCausalLM(model.config), untrained)):
+        report = inspect_model(network, ids)
+        assert lags.tolist() == report.lags[1:]
+        assert list(drawn) == list(range(model.config.num_hidden_layers))
+        for layer in report.layers:
+            heads = np.array([head.response for head in layer.heads])
+            np.testing.assert_allclose(drawn[layer.number], heads[:, 1:] / heads[:, :1], rtol=1e-6)
+    assert not np.allclose(trained[0], untrained[0], rtol=1e-3)
+
+
+def test_another_run_is_left_alone(short_addresses, tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("max_steps: 5\n")
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(ValueError, match="holds something else already, and nothing was written"):
+        quickstart.run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "recipe.yaml"]
+    assert (tmp_path / "config.json").read_text() == "mine"
+    with pytest.raises(ValueError, match=r"output_dir .* cannot be written to: .* is a file"):
+        quickstart.run(tmp_path / "config.json" / "run")
 
 
 def test_minutes_decide_on_the_steps(short_addresses, tmp_path, capsys):

@@ -246,3 +246,14 @@ def test_an_unwritable_folder_is_named(write_recipe, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"output_dir .*file.run cannot be written to"):
         train(load_recipe(write_recipe(output_dir=str(tmp_path / "file" / "run"))))
+
+
+def test_a_damaged_checkpoint_is_named(write_recipe, monkeypatch, tmp_path):
+    """Before anything is loaded, and with what to do."""
+    recipe = load_recipe(write_recipe(max_steps=4, save_steps=1))
+    interrupted(monkeypatch, recipe, 3)
+    last = last_checkpoint(recipe.training.output_dir)
+    content = (last / "model.safetensors").read_bytes()
+    (last / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"model\.safetensors is cut short.* delete {last}, and"):
+        train(recipe)

@@ -151,7 +151,7 @@ function onKeys(svg, keys) {
 }
 
 // A map of cells: values[row][column], shaded from `low` to `high`; pick(row, column) on a choice.
-function heatMap(svg, { values, low, high, log, xLabel, yLabel, describe, pick, chosen }) {
+function heatMap(svg, { values, low, high, log, xLabel, yLabel, rowName = String, describe, pick, chosen }) {
   const [rows, columns] = [values.length, values[0].length];
   svg.style.height = `${Math.min(620, Math.max(190, 78 + rows * 14))}px`;
   clear(svg);
@@ -175,7 +175,7 @@ function heatMap(svg, { values, low, high, log, xLabel, yLabel, describe, pick, 
   legend(svg, box, low, high);
   for (const r of steps(rows, h)) {
     const at = { x: box.left - 6, y: box.top + (r + 0.5) * h + 4, "text-anchor": "end" };
-    draw(svg, "text", at, r);
+    draw(svg, "text", at, rowName(r));
   }
   for (const c of steps(columns, w * 0.6)) {
     const at = { x: box.left + (c + 0.5) * w, y: box.bottom + 16, "text-anchor": "middle" };

@@ -8,11 +8,13 @@ const MEAN = -1;
 const MEDIAN = Math.floor(report.quantiles.length / 2);
 const state = { layer: 0, head: MEAN, cursor: null };
 
+// A layer's position in the model, where attention layers count; layers here are counted without.
+const numberOf = (n) => layers[n].number;
 const layerNow = () => layers[state.layer];
 // The chosen head, or the layer itself, which has the same fields of its mean response.
 const now = () => (state.head === MEAN ? layerNow() : layerNow().heads[state.head]);
 const headName = () => (state.head === MEAN ? "mean of all heads" : `head ${state.head}`);
-const place = () => `layer ${state.layer}, ${headName()}`;
+const place = () => `layer ${numberOf(state.layer)}, ${headName()}`;
 const law = (fit, n) => fit.amplitude * Math.exp(-fit.exponent * (fit.kind === "power" ? Math.log(n) : n));
 
 function choose(layer, head = state.head) {
@@ -249,7 +251,7 @@ function renderAlpha() {
   const flat = values.flat();
   heatMap($("alpha-map"), {
     values, low: Math.min(...flat), high: Math.max(...flat), log: false, xLabel: "head",
-    yLabel: "layer", describe: (r, c) => `layer ${r}, head ${c}\nmedian α`,
+    yLabel: "layer", rowName: numberOf, describe: (r, c) => `layer ${numberOf(r)}, head ${c}\nmedian α`,
     pick: (r, c) => choose(r, c),
     chosen: (at, rows, columns) => (state.head === MEAN
       ? { ...at(state.layer, 0), width: columns * at(0, 0).width } : at(state.layer, state.head)),
@@ -263,23 +265,24 @@ function renderHorizon() {
   const kinds = ["half", "mean", "ninety"];
   const reach = [...layers, ...layers.flatMap((l) => l.heads)].flatMap((l) => kinds.map((k) => l.horizon[k]));
   const y = [0.7 * level(Math.min(...reach)), 1.4 * level(Math.max(...reach))];
-  const x = [-0.5, layers.length - 0.5];
+  const x = [numberOf(0) - 0.5, numberOf(layers.length - 1) + 0.5];
   svg.style.height = `${Math.min(440, Math.max(300, 10 * layers.length))}px`;
   const { X, Y, box, plot } = axes(svg, { x, y, xLog: false, xLabel: "layer", yLabel: "tokens" });
   const wide = X(1) - X(0);
-  const band = (n) => ({ x: X(n - 0.5), y: box.top, width: wide, height: box.bottom - box.top });
+  const at = (n) => X(numberOf(n));
+  const band = (n) => ({ x: at(n) - wide / 2, y: box.top, width: wide, height: box.bottom - box.top });
   draw(plot, "rect", { class: "here", ...band(state.layer) });
   layers.forEach((layer, n) => layer.heads.forEach((head) => {
-    draw(plot, "circle", { class: "head-dot", cx: X(n), cy: Y(level(head.horizon.half)), r: 2 });
+    draw(plot, "circle", { class: "head-dot", cx: at(n), cy: Y(level(head.horizon.half)), r: 2 });
   }));
   for (const kind of kinds) {
-    const points = layers.map((layer, n) => [X(n), Y(level(layer.horizon[kind]))]);
+    const points = layers.map((layer, n) => [at(n), Y(level(layer.horizon[kind]))]);
     path(plot, points, `l-${kind}`);
     points.forEach(([cx, cy]) => draw(plot, "circle", { class: `d-${kind}`, cx, cy, r: 2.5 }));
   }
   const say = (n) => {
     const { half, mean: lag, ninety } = layers[n].horizon;
-    return `layer ${n}\nhalf ${format(half)}, mean ${format(lag)}, 90% ${format(ninety)} tokens`;
+    return `layer ${numberOf(n)}\nhalf ${format(half)}, mean ${format(lag)}, 90% ${format(ninety)} tokens`;
   };
   layers.forEach((_, n) => {
     const target = draw(plot, "rect", { class: "clickable", "fill-opacity": 0, ...band(n) });
@@ -291,7 +294,7 @@ function renderHorizon() {
     const around = svg.getBoundingClientRect();
     showTip(around.left + svg.scale(state.layer), around.top + box.top + 20, say(state.layer));
   };
-  svg.scale = X;
+  svg.scale = at;
   onKeys(svg, { ArrowLeft: go(-1), ArrowRight: go(1), Escape: hideTip });
 }
 
@@ -304,7 +307,8 @@ function fillTable() {
   const body = add(table, "tbody");
   layers.forEach((layer, n) => {
     const row = add(body, "tr");
-    const button = add(add(row, "td"), "button", String(n), { type: "button", "aria-label": `Layer ${n}` });
+    const button = add(add(row, "td"), "button", String(layer.number),
+      { type: "button", "aria-label": `Layer ${layer.number}` });
     button.addEventListener("click", () => choose(n));
     const { power, horizon, distributions } = layer;
     const median = (name) => format(distributions[name].quantiles[MEDIAN]);
@@ -329,8 +333,8 @@ function render() {
   $("head-back").disabled = state.head === MEAN;
   $("head-on").disabled = state.head === heads - 1;
   $("response-name").textContent = place();
-  $("distribution-name").textContent = state.head === MEAN ? `layer ${state.layer}, all heads` : place();
-  $("modes-name").textContent = `layer ${state.layer}`;
+  $("distribution-name").textContent = state.head === MEAN ? `layer ${numberOf(state.layer)}, all heads` : place();
+  $("modes-name").textContent = `layer ${numberOf(state.layer)}`;
   renderResponse();
   renderFacts();
   ["delta", "alpha", "lambda", "timescale"].forEach(renderDistribution);
@@ -345,7 +349,7 @@ function render() {
 function start() {
   fillOverview();
   fillTable();
-  layers.forEach((_, n) => add($("layer"), "option", String(n), { value: n }));
+  layers.forEach((layer, n) => add($("layer"), "option", String(layer.number), { value: n }));
   add($("head"), "option", "mean of all", { value: MEAN });
   layers[0].heads.forEach((_, h) => add($("head"), "option", String(h), { value: h }));
   $("layer").addEventListener("change", (e) => choose(Number(e.target.value)));

@@ -1,0 +1,159 @@
+"""Checkpoints for the commands: found without retries, loaded whole, or refused by name."""
+
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from flash_frac.models import loading
+from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
+from tests.commands import make_checkpoint
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def nan_in_a_row(tensors):
+    tensors["model.layers.1.mixer.in_proj.weight"][3, 2] = torch.nan
+
+
+CHANGES = {
+    "missing tensors: model.layers.1.mixer.D": lambda x: x.pop("model.layers.1.mixer.D"),
+    "unexpected tensors: other": lambda x: x.update(other=torch.zeros(3)),
+    "tensors with NaN or inf: model.layers.1.mixer.in_proj.weight": nan_in_a_row,
+    "tensors with NaN or inf: model.layers.0.mixer.base_log_tau": lambda x: x[
+        "model.layers.0.mixer.base_log_tau"
+    ].fill_(torch.inf),
+    "tensors of another shape: model.norm.weight ((3,) in the file, (16,) in the model)": (
+        lambda x: x.update({"model.norm.weight": torch.zeros(3)})
+    ),
+    "and 25 more": lambda x: [x.pop(name) for name in [*x] if name != "model.norm.weight"],
+}
+
+
+@pytest.mark.parametrize("problem", CHANGES)
+def test_tensors_are_refused_by_name(copy, problem, capfd):
+    tensors = load_file(copy / WEIGHTS)
+    CHANGES[problem](tensors)
+    save_file(tensors, copy / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ValueError) as caught:
+        load_model(copy)
+    assert str(caught.value).startswith(f"checkpoint {copy} is refused: ")
+    assert problem in str(caught.value)
+    # The error says it all, once.
+    assert "LOAD REPORT" not in capfd.readouterr().err
+    if "shape" not in problem:
+        # In Python, loading stays that of transformers.
+        assert AutoModelForCausalLM.from_pretrained(copy) is not None
+
+
+def test_a_whole_checkpoint_is_what_transformers_loads(whole):
+    ours, theirs = load_model(whole).state_dict(), AutoModelForCausalLM.from_pretrained(whole)
+    assert all(torch.equal(x, ours[name]) for name, x in theirs.state_dict().items())
+    assert find_tokenizer(find_checkpoint(whole)).eos_token_id == 2
+
+
+@pytest.mark.parametrize("size", [0, 7, 1000])
+def test_a_damaged_file_is_named(copy, size):
+    content = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(content[:size])
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*model\.safetensors is cut short"):
+        load_model(copy)
+
+
+def test_a_damaged_or_missing_shard_is_named(copy):
+    model = AutoModelForCausalLM.from_pretrained(copy)
+    (copy / WEIGHTS).unlink()
+    model.save_pretrained(copy, max_shard_size="10KB")
+    shards = sorted(copy.glob("*.safetensors"))
+    assert len(shards) > 1 and load_model(copy) is not None
+    shards[1].write_bytes(shards[1].read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{shards[1].name} is cut short"):
+        load_model(copy)
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=rf"cannot be loaded: .*{shards[1].name}"):
+        load_model(copy)
+
+
+def test_a_missing_tokenizer(copy):
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError) as caught:
+        find_tokenizer(find_checkpoint(copy))
+    expected = f"{copy} has no tokenizer; pass --tokenizer, or save one beside it"
+    assert str(caught.value) == expected
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer of .* cannot be loaded .*; pass --tokenizer"):
+        find_tokenizer(find_checkpoint(copy))
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The addresses that were asked for, each of which fails with what the test puts there."""
+    asked = []
+
+    def fail(url, **options):
+        asked.append(url)
+        raise fail.error
+
+    fail.error = OSError("no network")
+    fail.asked = asked
+    monkeypatch.setattr(loading, "get_hf_file_metadata", fail)
+    return fail
+
+
+@pytest.mark.parametrize("name", ["./absent", "absent/", "/no/such/folder", "a/b/c", "~/nothing"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(requests, name):
+    with pytest.raises(ValueError, match="there is no such folder, and it cannot be a model"):
+        find_checkpoint(name)
+    assert requests.asked == []
+
+
+def response(status):
+    """What the hub's client makes its errors from, whichever package it asks by."""
+    library = __import__(huggingface_hub.utils.get_session().__class__.__module__.split(".")[0])
+    return library.Response(status, request=library.Request("HEAD", "https://hub"))
+
+
+def test_the_hub_is_asked_once(requests, monkeypatch):
+    both = "checkpoint some/model was not found: there is no such folder, and the hub"
+    with pytest.raises(ValueError, match=rf"{both} cannot be reached .*\(no network\)"):
+        find_checkpoint("some/model")
+    assert requests.asked == ["https://huggingface.co/some/model/resolve/main/config.json"]
+    requests.error = RepositoryNotFoundError("404", response=response(404))
+    with pytest.raises(ValueError, match=f"{both} has no model some/model"):
+        find_checkpoint("some/model")
+    requests.error = EntryNotFoundError("404")
+    with pytest.raises(ValueError, match=r"the model some/model of the hub has no config\.json"):
+        find_checkpoint("some/model")
+    # A tokenizer needs none.
+    assert find_checkpoint("some/model", needs_config=False).folder is None
+    assert len(requests.asked) == 4
+
+
+def test_without_a_network_the_cache_will_do(requests, monkeypatch):
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: "/cache/config.json")
+    found = find_checkpoint("some/model", revision="v1")
+    assert found.options == {"revision": "v1", "local_files_only": True}
+
+
+def test_folders_that_hold_no_model(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"it has no config\.json; did you mean .*final\?"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="is a file; name the folder"):
+        find_checkpoint(tmp_path / "file")
