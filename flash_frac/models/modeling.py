@@ -128,6 +128,10 @@ class FracPreTrainedModel(PreTrainedModel):
                 if getattr(module, name) is not None:
                     init.copy_(getattr(module, name), value)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: transformers would copy our source files into every checkpoint."""
+
     def set_context_group(self, group: ProcessGroup | None) -> None:
         """Share each row among the ranks of a group; None gives every rank rows of its own again.
 
