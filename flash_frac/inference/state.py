@@ -106,11 +106,16 @@ class StreamMark:
 
 
 def check_model(model: object) -> None:
-    """ValueError unless this is a FracForCausalLM itself."""
+    """ValueError unless this is a FracForCausalLM itself, with its weights at hand."""
     if not isinstance(model, FracForCausalLM):
         raise ValueError(
             f"model must be a FracForCausalLM, got {type(model).__name__}; of a wrapped one "
             "(compiled, or in DistributedDataParallel) pass the model inside"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "model must not be offloaded (some of its weights are on the meta device); load it "
+            "without offloading, or use model.generate"
         )
 
 

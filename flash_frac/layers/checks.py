@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import check_cu_seqlens
 
@@ -22,6 +23,11 @@ def check_inputs(
     elapsed: Tensor | None,
 ) -> None:
     """ValueError unless the arguments of `FracMixer.forward` fit the mixer and each other."""
+    if not isinstance(mixer.conv1d, CausalConv1d):
+        raise ValueError(
+            f"conv1d must be a CausalConv1d, got {type(mixer.conv1d).__name__}: adapters on the "
+            "convolution are not supported; leave conv1d out of target_modules"
+        )
     if x.ndim != 3 or x.shape[-1] != mixer.hidden_size:
         raise ValueError(f"x must have shape (B, T, {mixer.hidden_size}), got {tuple(x.shape)}")
     if attention_mask is not None and cu_seqlens is not None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from flash_frac.layers.checks import check_inputs
+from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import (
     Controls,
     ControlSettings,
     Dynamics,
-    causal_conv,
     controls_from_logits,
     dilate,
     frac_scan,
@@ -158,7 +158,7 @@ class FracMixer(nn.Module):
         inner = num_heads * head_dim
         self.num_dynamics = num_dynamics(self.settings)
         self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
-        self.conv1d = nn.Conv1d(inner, inner, conv_kernel, groups=inner, bias=conv_bias)
+        self.conv1d = CausalConv1d(inner, conv_kernel, bias=conv_bias)
         self.dyn_proj = nn.Linear(inner, self.num_dynamics * num_heads)
         self.rw_proj = nn.Linear(inner, 2 * num_heads * num_modes, bias=False)
         self.out_norm = GatedRMSNorm(inner, norm_eps, gate_bias, backend=backend)
@@ -281,10 +281,8 @@ class FracMixer(nn.Module):
             before = window_before(
                 inner_x, self.conv_kernel, group=self.context_group, cu_seqlens=cu_seqlens
             )
-        u, window = causal_conv(
+        u, window = self.conv1d(
             inner_x,
-            self.conv1d.weight,
-            self.conv1d.bias,
             window=before,
             mask=attention_mask,
             cu_seqlens=cu_seqlens,
@@ -378,10 +376,13 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its weights and nothing else, such as an adapter."""
+    """Whether a layer is its weights and nothing else, such as an adapter.
+
+    A weight of another class, such as one of integers and scales, is not what lies in its memory.
+    """
     return (
-        type(module) in (nn.Linear, nn.Conv1d)
-        and isinstance(module.weight, Tensor)
+        type(module) in (nn.Linear, CausalConv1d)
+        and type(module.weight) in (Tensor, nn.Parameter)
         and module.weight.dtype == x.dtype
         and module.weight.device == x.device
     )

@@ -8,16 +8,17 @@ Letters: B batch, T time, P tokens before, N sequences packed in a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, Qwen3Config
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from flash_frac.models.cache import FracCache
+from flash_frac.models.cache import FracCache, FracStaticCache
 
 AttentionBlock = Qwen3DecoderLayer
 
@@ -99,6 +100,61 @@ class AttentionInputs:
         self.cache.real = self.real
         if self.cu_seqlens is not None:
             self.cache.unpack(self.cu_seqlens)
+
+
+class StaticAttentionInputs(AttentionInputs):
+    """The same beside a static cache, which knows no padding: masks are of all tokens.
+
+    Args:
+        mask: (B, P + T), 0 at padding, or (B, 1, T, room) as `create_causal_mask` made it.
+        position_ids: (B or 1, T); by default counted from the mask or from the cache.
+    """
+
+    def __init__(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        cache: FracStaticCache,
+        cu_seqlens: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens cannot be used with a static cache in a model with attention_layers; "
+                "use FracCache(model.config)"
+            )
+        num_tokens = hidden_states.shape[1]
+        self.cache, self.cu_seqlens, self.real = cache, None, mask
+        whole = mask if mask is not None and mask.ndim == 2 else None
+        if whole is not None and not torch.compiler.is_compiling():
+            seen = int(cache.num_tokens) + num_tokens
+            if whole.shape[1] != seen:
+                raise ValueError(
+                    "attention_mask beside a static cache must cover all tokens, those before "
+                    f"included: expected {seen} columns, got {whole.shape[1]}"
+                )
+        if position_ids is None and whole is not None:
+            position_ids = whole.ne(0).cumsum(1)[:, -num_tokens:].sub(1).clamp_min(0)
+        elif position_ids is None:
+            tokens = torch.arange(num_tokens, device=hidden_states.device)
+            position_ids = (tokens + cache.num_tokens)[None]
+        self.position_ids = position_ids
+
+
+@contextmanager
+def recorded_attentions(blocks: Iterable[nn.Module]) -> Iterator[list[Any]]:
+    """The attention weights (B, heads, T, P + T) that the attention layers compute meanwhile."""
+    found: list[Any] = []
+    hooks = [
+        block.self_attn.register_forward_hook(lambda module, args, out: found.append(out[1]))
+        for block in blocks
+        if isinstance(block, AttentionBlock)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_attention(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from flash_frac.layers import MixerState
@@ -65,6 +65,13 @@ class AttentionMemory:
         return sum(x.nbytes for pair in self.layers.values() for x in pair)
 
 
+CANNOT_CROP = (
+    "tokens cannot be removed from the cache of a Frac model (crop), as assisted decoding does "
+    "with rejected ones: a state sums over all tokens; use a transformer as assistant_model, or "
+    "prompt_lookup_num_tokens with one, or decode without"
+)
+
+
 class FracCache(DynamicCache):
     """A `DynamicCache` that also counts the tokens it has seen, and notes which were padding.
 
@@ -92,6 +99,14 @@ class FracCache(DynamicCache):
     def is_compileable(self) -> bool:
         """False: `generate` is not to compile unasked, as it does not for a `DynamicCache`."""
         return False
+
+    def count(self, num_tokens: int) -> None:
+        """Note that all layers have seen this many tokens more."""
+        self.num_tokens += num_tokens
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: a state is a sum over all tokens, from which none can be taken back."""
+        raise ValueError(CANNOT_CROP)
 
     def tensors(self) -> list[Tensor]:
         """The memory of all Frac layers that have seen tokens: recurrent states and windows."""
@@ -152,6 +167,44 @@ class FracCache(DynamicCache):
             for n, (keys, values) in packed.layers.items()
         }
         self.set_memory(AttentionMemory(layers, places >= begins))
+
+
+class FracStaticCache(StaticCache):
+    """The cache of `cache_implementation="static"`, with which a compiled model decodes.
+
+    Frac states have a fixed size anyway; the attention layers of hybrid models get room for
+    `max_cache_len` tokens. It does not note padding: with one, pass masks of all tokens.
+
+    Attributes:
+        num_tokens: tokens seen, padding included; a tensor, so that a compiled step can count.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
+        super().__init__(config=config, max_cache_len=max_cache_len)
+        self.num_tokens = torch.zeros((), dtype=torch.long)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # pyright: ignore
+        """Tokens seen, padding included."""
+        return self.num_tokens
+
+    def place(self, device: torch.device) -> None:
+        """Count on this device, on which the model runs."""
+        if self.num_tokens.device != device:
+            self.num_tokens = self.num_tokens.to(device)
+            torch._dynamo.mark_static_address(self.num_tokens)
+
+    def count(self, num_tokens: int) -> None:
+        """Note that all layers have seen this many tokens more."""
+        self.num_tokens.add_(num_tokens)
+
+    def reset(self) -> None:
+        """Empty the cache, keeping its memory."""
+        super().reset()
+        self.num_tokens.zero_()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused, as for `FracCache`."""
+        raise ValueError(CANNOT_CROP)
 
 
 def _tensor(states: Any) -> Tensor | None:

@@ -5,12 +5,15 @@ Letters: E hidden_size, I intermediate_size = H D, H num_attention_heads, D head
 
 from __future__ import annotations
 
+import os
 from inspect import get_annotations
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.utils import logging
 
+from flash_frac.models.export import auto_map, write_code
 from flash_frac.models.fields import check_names, check_types, nearest, own_fields, unknown_names
 from flash_frac.ops import ControlSettings
 from flash_frac.theory.banks import resolve_bank
@@ -309,6 +312,20 @@ class FracConfig(PreTrainedConfig):
             attention_bias=self.attention_bias,
             attention_dropout=self.attention_dropout,
         )
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As for every configuration, with the file by which `trust_remote_code=True` finds us."""
+        self.auto_map = auto_map()
+        super().save_pretrained(save_directory)
+        write_code(save_directory)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: transformers would copy our source files into every checkpoint."""
 
     @property
     def layer_types(self) -> list[str]:

@@ -1,4 +1,9 @@
-"""Checkpoints that plain transformers loads by itself, if flash-frac is installed."""
+"""Checkpoints that plain transformers loads by itself, if flash-frac is installed.
+
+Every configuration that is saved names the classes of its model in `auto_map`, and a file next to
+it imports them. Whatever passes `trust_remote_code=True` finds them there, in any release of
+transformers and without importing flash_frac first.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,36 @@ import shutil
 from pathlib import Path
 
 MODULE = "modeling_frac"
-CODE = '"""The classes of this checkpoint, from flash-frac, which must be installed."""\n\n'
-CODE += "from flash_frac.models import FracConfig, FracForCausalLM  # noqa: F401\n"
+AUTO_MAP = {
+    "AutoConfig": "FracConfig",
+    "AutoModel": "FracModel",
+    "AutoModelForCausalLM": "FracForCausalLM",
+    "AutoModelForSequenceClassification": "FracForSequenceClassification",
+}
+CODE = f'''"""The classes of this checkpoint, from flash-frac, which must be installed."""
+
+from flash_frac.models import {", ".join(AUTO_MAP.values())}  # noqa: F401
+'''
+
+
+def auto_map() -> dict[str, str]:
+    """Names of the classes, as `auto_map` of a configuration has them."""
+    return {auto: f"{MODULE}.{name}" for auto, name in AUTO_MAP.items()}
+
+
+def write_code(folder: str | os.PathLike) -> None:
+    """Write the file that `auto_map` names."""
+    (Path(folder) / f"{MODULE}.py").write_text(CODE)
 
 
 def export(checkpoint: str | Path, folder: str | Path) -> Path:
-    """Copy a checkpoint to a new folder, with a file that names its classes.
+    """Copy a checkpoint to a new folder, for `transformers serve --trust-remote-code`.
 
-    Such a folder is read by whatever passes `trust_remote_code=True`, such as `transformers serve`,
-    which knows no other way to find a class that is not in transformers itself.
+    The server asks for more than `auto_map`: it looks the name of the model's class up among those
+    of transformers. The copy also gives a checkpoint that others have written its `auto_map`.
 
     Args:
-        checkpoint: a folder that `FracForCausalLM.save_pretrained` has written.
+        checkpoint: a folder with a Frac model.
         folder: where the copy goes; it must not exist.
 
     Example: `export("my-frac", "my-frac-portable")`
@@ -36,16 +59,13 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
         raise ValueError(f"folder must not exist yet, got {target}; remove it or name another")
     # An automatic class is what transformers has under a name; it then asks auto_map.
     config["architectures"] = ["AutoModelForCausalLM"]
-    config["auto_map"] = {
-        "AutoConfig": f"{MODULE}.FracConfig",
-        "AutoModelForCausalLM": f"{MODULE}.FracForCausalLM",
-    }
+    config["auto_map"] = auto_map()
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         shutil.copytree(source, draft)
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (draft / f"{MODULE}.py").write_text(CODE)
+        write_code(draft)
         os.replace(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -5,13 +5,41 @@ Letters: B batch, T time, E width, N sequences (B, or those packed in a row).
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from flash_frac.models.configuration import FracConfig
+
+# Arguments of every model in transformers that change nothing here: the longest packed sequence,
+# the positions of the cache (which counts for itself), segments of a text, and those of `generate`
+# that it hands on to the model.
+UNUSED = (
+    "max_length_q",
+    "max_length_k",
+    "cache_position",
+    "token_type_ids",
+    "tokenizer",
+    "assistant_tokenizer",
+)
+# How transformers and TRL say where packed sequences begin, see `boundaries`.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# Of the loss.
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+
+def check_names(names: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for an argument that nobody knows, with the nearest name that somebody does."""
+    known = {*known, *UNUSED, *PACKING, *LOSS}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"forward() got an unexpected argument {name}{hint}")
 
 
 def check_inputs(
@@ -74,6 +102,26 @@ def local_mask(
     if not on_cpu and torch.cuda.is_current_stream_capturing():
         return mask
     return None if bool((mask != 0).all()) else mask
+
+
+def wants_attentions(asked: bool | None, config: FracConfig, masks: object) -> bool:
+    """Whether to return attention weights; ValueError if there are none to return.
+
+    Args:
+        masks: what came as attention_mask; a dict has been prepared for one implementation.
+    """
+    wanted = config.output_attentions if asked is None else asked
+    if wanted and not config.attention_layers:
+        raise ValueError(
+            "output_attentions must be False for a model without attention_layers; "
+            "`flash_frac.inspect` measures what Frac layers read from earlier tokens"
+        )
+    if wanted and isinstance(masks, dict) and config._attn_implementation != "eager":
+        raise ValueError(
+            "output_attentions with a static cache needs attn_implementation='eager', got "
+            f"{config._attn_implementation!r}; call model.set_attn_implementation('eager')"
+        )
+    return bool(wanted)
 
 
 def random_elapsed(hidden_states: Tensor, cu_seqlens: Tensor | None, dilation: float) -> Tensor:

@@ -7,25 +7,41 @@ Letters: B batch, T time, E width, V vocabulary, N sequences (B, or those packed
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
 from flash_frac.layers import TIME_PARAMETERS, FracMixer, RMSNorm
-from flash_frac.models.attention import AttentionBlock, AttentionInputs, FracRotaryEmbedding
-from flash_frac.models.cache import FracCache, read_state, write_state
+from flash_frac.models.attention import (
+    AttentionBlock,
+    AttentionInputs,
+    FracRotaryEmbedding,
+    StaticAttentionInputs,
+    recorded_attentions,
+)
+from flash_frac.models.block import FracBlock
+from flash_frac.models.boundaries import find_boundaries
+from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
-from flash_frac.models.inputs import check_inputs, local_mask, random_elapsed
+from flash_frac.models.generation import FracGenerationMixin
+from flash_frac.models.inputs import (
+    LOSS,
+    PACKING,
+    check_inputs,
+    check_names,
+    local_mask,
+    random_elapsed,
+    wants_attentions,
+)
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.loss import linear_cross_entropy
 
@@ -33,68 +49,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.get_logger(__name__)
-
-
-def mixer_from_config(config: FracConfig) -> FracMixer:
-    """The mixer of one layer of a model with this configuration."""
-    return FracMixer(
-        config.hidden_size,
-        num_heads=config.num_attention_heads,
-        head_dim=config.frac_head_dim,  # pyright: ignore[reportArgumentType]
-        num_modes=config.frac_num_modes,
-        bank=config.frac_bank,
-        tau_min=config.frac_tau_min,
-        tau_max=config.frac_tau_max,
-        learned_timescales=config.frac_learned_timescales,
-        settings=config.control_settings(),
-        conv_kernel=config.frac_conv_kernel,
-        conv_bias=config.frac_conv_bias,
-        use_D=config.frac_use_D,
-        read_init=config.frac_residual_read_init,
-        write_init=config.frac_write_scale_init,
-        dt_init=config.frac_dt_init,
-        gate_bias=config.frac_gate_bias_init,
-        norm_eps=config.rms_norm_eps,
-        initializer_range=config.initializer_range,
-    )
-
-
-class FracBlock(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), keeping its state in the cache, if there is one."""
-
-    def __init__(self, config: FracConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = mixer_from_config(config)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        elapsed: Tensor | None = None,
-    ) -> Tensor:
-        state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
-        if (
-            state is not None
-            and cu_seqlens is None
-            and elapsed is None
-            and self.mixer.steps_in_place(hidden_states, self.norm)
-        ):
-            return self.mixer.step_in_place(hidden_states, self.norm, state, attention_mask)
-        mixed, state = self.mixer(
-            self.norm(hidden_states),
-            state=state,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            elapsed=elapsed,
-        )
-        if past_key_values is not None:
-            write_state(past_key_values, self.layer_idx, state)
-        return hidden_states + mixed
 
 
 class FracPreTrainedModel(PreTrainedModel):
@@ -127,6 +81,10 @@ class FracPreTrainedModel(PreTrainedModel):
             for name, value in module.initial_time_values().items():
                 if getattr(module, name) is not None:
                     init.copy_(getattr(module, name), value)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: transformers would copy our source files into every checkpoint."""
 
     def set_context_group(self, group: ProcessGroup | None) -> None:
         """Share each row among the ranks of a group; None gives every rank rows of its own again.
@@ -181,9 +139,11 @@ class FracModel(FracPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cu_seqlens: Tensor | None = None,
@@ -196,17 +156,24 @@ class FracModel(FracPreTrainedModel):
             input_ids: (B, T), or inputs_embeds (B, T, E).
             attention_mask: (B, T), 0 at padding, on either side or inside; with a cache it may also
                 cover the tokens before, (B, past + T).
+            position_ids: (B or 1, T); in one row without padding, a position that does not follow
+                the one before begins a packed sequence. Not used otherwise: in hybrid models the
+                position of a token is the number of real ones before it.
             past_key_values: the states to continue from; any number of tokens is taken at once.
             use_cache: return the states; by default, config.use_cache outside training.
+            output_attentions: return the weights of the attention layers of a hybrid model, which
+                transformers' "eager" implementation then computes.
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
             elapsed: (B, T), positive: the time before each token, which multiplies its delta; the
                 usual time, 1, if None, or in training what config.frac_time_dilation draws.
-            kwargs: what generic code passes to every model, such as position_ids; not used. In
-                hybrid models the position of a token is the number of real ones before it.
+            kwargs: what transformers and TRL pass to every model: cu_seq_lens_q, cu_seq_lens_k or
+                seq_idx instead of cu_seqlens, and names that mean nothing here (`inputs.UNUSED`).
         """
+        check_names(kwargs, ARGUMENTS)
         check_inputs(input_ids, inputs_embeds, self.config)
+        with_attentions = wants_attentions(output_attentions, self.config, attention_mask)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if use_cache is None:
@@ -215,49 +182,78 @@ class FracModel(FracPreTrainedModel):
             logger.warning_once("use_cache=True is switched off by gradient checkpointing.")
             use_cache = False
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        # `generate` prepares masks by type of layer for a static cache.
+        masks = attention_mask if isinstance(attention_mask, dict) else {}
+        mask = masks.get("linear_attention") if masks else attention_mask
+        mask = local_mask(mask, hidden_states, past_key_values)
+        cu_seqlens = find_boundaries(
+            cu_seqlens,
+            position_ids,
+            mask=mask,
+            continues=past_key_values is not None,
+            **{name: kwargs[name] for name in PACKING if name in kwargs},
+        )
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, hidden_states)
-        mask = local_mask(attention_mask, hidden_states, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = FracCache(self.config)
 
         if elapsed is None and self.training and self.config.frac_time_dilation > 1:
             elapsed = random_elapsed(hidden_states, cu_seqlens, self.config.frac_time_dilation)
-        frac_inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
-        attention, attention_inputs = None, {}
-        if self.attention_config is not None:
+        inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
+        attention = None
+        if isinstance(past_key_values, FracStaticCache):
+            past_key_values.place(hidden_states.device)
+        if self.attention_config is not None and isinstance(past_key_values, FracStaticCache):
+            mask = masks.get("full_attention") if masks else attention_mask
+            attention = StaticAttentionInputs(
+                hidden_states, mask, past_key_values, cu_seqlens, position_ids
+            )
+        elif self.attention_config is not None:
             attention = AttentionInputs(hidden_states, mask, past_key_values, cu_seqlens)
-            attention_inputs = self._attention_arguments(attention, hidden_states)
-        all_hidden_states: list[Any] = [hidden_states]
-        for block in self.layers:
-            inputs = frac_inputs if isinstance(block, FracBlock) else attention_inputs
-            hidden_states = block(hidden_states, past_key_values=past_key_values, **inputs)
-            all_hidden_states.append(hidden_states)
-        hidden_states = self.norm(hidden_states)
-        all_hidden_states[-1] = hidden_states
-        if isinstance(past_key_values, FracCache):
-            past_key_values.num_tokens += hidden_states.shape[1]
-        if attention is not None:
-            attention.remember()
+        implementation = "eager" if with_attentions else self.config._attn_implementation
+        with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:
+            states = self._run_blocks(
+                hidden_states, past_key_values, inputs, attention, implementation
+            )
 
         output = BaseModelOutputWithPast(
-            last_hidden_state=hidden_states,
+            last_hidden_state=states[-1],
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            hidden_states=tuple(states) if output_hidden_states else None,
+            attentions=None if attentions is None else tuple(attentions),
         )
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
-    def _attention_arguments(
-        self, attention: AttentionInputs, hidden_states: Tensor
-    ) -> dict[str, Any]:
-        config: Any = self.attention_config
-        # The caller may choose another one at any time.
-        config._attn_implementation = self.config._attn_implementation
-        return attention.arguments(config, self.rotary_emb, hidden_states)
+    def _run_blocks(
+        self,
+        hidden_states: Tensor,
+        cache: Cache | None,
+        frac_inputs: dict[str, Any],
+        attention: AttentionInputs | None,
+        implementation: str | None,
+    ) -> list[Any]:
+        """The input of every block, and the normed output of the last one."""
+        attention_inputs = {}
+        if attention is not None:
+            config: Any = self.attention_config
+            # The caller may choose another one at any time.
+            config._attn_implementation = implementation
+            attention_inputs = attention.arguments(config, self.rotary_emb, hidden_states)
+        states = []
+        for block in self.layers:
+            states.append(hidden_states)
+            inputs = frac_inputs if isinstance(block, FracBlock) else attention_inputs
+            hidden_states = block(hidden_states, past_key_values=cache, **inputs)
+        if isinstance(cache, FracCache | FracStaticCache):
+            cache.count(hidden_states.shape[1])
+        if attention is not None:
+            attention.remember()
+        return [*states, self.norm(hidden_states)]
 
 
-class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
+class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
     """A Frac language model: FracModel and a head over the vocabulary."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -269,18 +265,17 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """A cache that counts its tokens, unless the caller brings one or wants none."""
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None and not isinstance(cache, FracCache):
-            raise ValueError(
-                f"past_key_values must be a FracCache, got {type(cache).__name__}; use the "
-                " past_key_values that the model returned, or FracCache(model.config)"
+    def _fuses_loss(self) -> bool:
+        """Whether the loss reads the head's weight itself, which is then to be all of the head."""
+        fuses = self.training and self.config.fuse_linear_cross_entropy
+        plain = type(self.lm_head) is nn.Linear and not hasattr(self.lm_head, "_hf_hook")
+        if fuses and not (plain and type(self.lm_head.weight) in (Tensor, nn.Parameter)):
+            logger.warning_once(
+                "fuse_linear_cross_entropy is switched off: lm_head is adapted, offloaded or "
+                "quantised, and must be called."
             )
-        if cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = FracCache(self.config)
+            return False
+        return fuses
 
     def _fused_loss(
         self,
@@ -290,7 +285,6 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
-        **unused: Any,
     ) -> Tensor:
         """What `loss_function` gives, from the hidden states."""
         items = num_items_in_batch
@@ -311,10 +305,12 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -327,27 +323,31 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
         Args:
             labels: (B, T) token ids, -100 where nothing is to be predicted; shifted here.
             logits_to_keep: compute logits for the last positions only (0 for all), or at these.
-            kwargs: passed to the loss, such as num_items_in_batch.
+            kwargs: num_items_in_batch, ignore_index and shift_labels go to the loss.
             The rest as in `FracModel`.
 
         Returns:
             logits (B, T, V) float32, loss, past_key_values, hidden_states. In training with labels
             and config.fuse_linear_cross_entropy, logits are None: they are never all in memory.
         """
+        of_loss = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seqlens=cu_seqlens,
             elapsed=elapsed,
+            **kwargs,
         )
         logits, loss = None, None
-        if labels is not None and self.training and self.config.fuse_linear_cross_entropy:
-            loss = self._fused_loss(outputs.last_hidden_state, labels, **kwargs)
+        if labels is not None and self._fuses_loss():
+            loss = self._fused_loss(outputs.last_hidden_state, labels, **of_loss)
         else:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -355,16 +355,21 @@ class FracForCausalLM(FracPreTrainedModel, GenerationMixin):
             logits = self.lm_head(outputs.last_hidden_state[:, kept]).float()
         if labels is not None and loss is None:
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss
             )
         output = CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+
+# By name, for errors about names that are not among them.
+ARGUMENTS = tuple(signature(FracForCausalLM.forward).parameters)
 
 
 class FracForSequenceClassification(GenericForSequenceClassification, FracPreTrainedModel):

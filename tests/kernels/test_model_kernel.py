@@ -166,6 +166,31 @@ def test_wrapped_parts_are_called(part):
     torch.testing.assert_close(got, expected)
 
 
+class Halved(torch.Tensor):
+    """A weight that is twice what lies in its memory, as a quantised one is something else."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function is torch.nn.functional.linear:
+            x, weight, *rest = arguments
+            return function(x, 2 * weight.as_subclass(torch.Tensor), *rest, **(options or {}))
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+@torch.no_grad()
+def test_weights_of_another_class_are_not_read_raw():
+    model = one_layer()
+    ids = tokens(1, 4)
+    expected = model(ids).logits[:, -1]
+    linear = model.model.layers[0].mixer.in_proj
+    halved = (linear.weight / 2).as_subclass(Halved)
+    linear.weight = torch.nn.Parameter(halved, requires_grad=False)
+    assert type(linear.weight) is Halved
+    cache = model(ids[:, :3], use_cache=True).past_key_values
+    got = model(ids[:, 3:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 6])
 def test_generator(batch):
     """Token for token as Hugging Face's loop on the same kernels; graphs, where there are any."""

@@ -1,0 +1,87 @@
+"""What `generate` asks of a Frac model: a cache, and masks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, GenerationMixin
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+from transformers.masking_utils import create_causal_mask
+from transformers.utils import logging
+
+from flash_frac.models.cache import CANNOT_CROP, FracCache, FracStaticCache
+from flash_frac.models.configuration import FracConfig
+
+logger = logging.get_logger(__name__)
+
+
+class FracGenerationMixin(GenerationMixin):
+    """`GenerationMixin`, with caches that count their tokens."""
+
+    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """A cache that counts its tokens, unless the caller brings one or wants none."""
+        if generation_config.is_assistant:
+            raise ValueError(f"a Frac model cannot be an assistant_model: {CANNOT_CROP}")
+        cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        if cache is not None and not isinstance(cache, FracCache | FracStaticCache):
+            raise ValueError(
+                f"past_key_values must be a FracCache, got {type(cache).__name__}; use the "
+                " past_key_values that the model returned, or FracCache(model.config)"
+            )
+        if cache is not None and wanted is not None:
+            raise ValueError(
+                f"cache_implementation ({wanted!r}) and past_key_values exclude each other; pass "
+                "one of them"
+            )
+        if cache is not None or generation_config.use_cache is False:
+            return
+        model_kwargs["past_key_values"] = self._new_cache(
+            wanted, max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+        )
+
+    def _new_cache(self, implementation: str | None, max_length: int) -> Cache:
+        for word, done in (("offload", "stays on its device"), ("quantized", "is not quantised")):
+            if word in (implementation or ""):
+                logger.warning_once(
+                    f"cache_implementation={implementation!r}: the cache {done}, because the state "
+                    "of a Frac layer is small, has a fixed size and needs its precision."
+                )
+        config: FracConfig = self.config  # pyright: ignore[reportAttributeAccessIssue]
+        if implementation not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
+            return FracCache(config)
+        # Never shorter than the last one, whose compiled code then serves again.
+        self._static_length = max(max_length, getattr(self, "_static_length", 0))
+        return FracStaticCache(config, self._static_length)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: FracConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None = None,
+        **unused: Any,
+    ) -> dict[str, Tensor | None]:
+        """Masks by type of layer, for a static cache: those of one token have a fixed shape."""
+        num_tokens = inputs_embeds.shape[1]
+        masks: dict[str, Tensor | None] = {"linear_attention": None}
+        # A token that was just generated is no padding.
+        if attention_mask is not None and num_tokens > 1:
+            masks["linear_attention"] = attention_mask[:, -num_tokens:]
+        if config.attention_layers:
+            masks["full_attention"] = create_causal_mask(
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        return masks

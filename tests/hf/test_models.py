@@ -1,0 +1,113 @@
+"""transformers' ModelTesterMixin and GenerationTesterMixin around pure and mixed Frac models."""
+
+import unittest
+
+import pytest
+import torch
+
+from flash_frac.models import (
+    FracConfig,
+    FracForCausalLM,
+    FracForSequenceClassification,
+    FracModel,
+)
+from tests.hf.source import SOURCE, load, path_of
+
+pytestmark = pytest.mark.hf
+if not path_of("test_modeling_common").is_file():
+    pytest.skip(f"no tests of transformers in {SOURCE}; run make test-hf", allow_module_level=True)
+
+common = load("test_modeling_common")
+# The mixins ask these tables which outputs a class has; the Auto classes of a library outside
+# transformers are in others.
+for table, model_class in (
+    (common.MODEL_MAPPING_NAMES, FracModel),
+    (common.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, FracForCausalLM),
+    (common.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, FracForSequenceClassification),
+):
+    table["frac"] = model_class.__name__
+ModelTesterMixin, GenerationTesterMixin = common.ModelTesterMixin, common.GenerationTesterMixin
+
+
+class FracModelTester:
+    """Sizes, a configuration and inputs: what the mixins ask of a model's tester."""
+
+    batch_size, seq_length, is_training = 3, 7, True
+    vocab_size, hidden_size, num_hidden_layers, num_attention_heads = 99, 32, 2, 4
+    num_labels = 3
+    attention_layers = None
+
+    def __init__(self, parent):
+        self.parent = parent
+
+    def get_config(self):
+        return FracConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            attention_layers=self.attention_layers,
+            frac_num_modes=4,
+            num_labels=self.num_labels,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        shape = (self.batch_size, self.seq_length)
+        # No special tokens: one inside a prompt would count as padding.
+        ids = torch.randint(3, self.vocab_size, shape)
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class MixedModelTester(FracModelTester):
+    attention_layers = [1]  # noqa: RUF012
+
+
+class FracTests:
+    """What pure and mixed models have in common."""
+
+    all_model_classes = (FracModel, FracForCausalLM, FracForSequenceClassification)
+
+    def setUp(self):
+        self.model_tester = self.model_tester_class(self)
+
+    def _get_conv_state_shape(self, batch_size, config):
+        return (batch_size, config.intermediate_size, config.frac_conv_kernel - 1)
+
+    def _get_recurrent_state_shape(self, batch_size, config):
+        heads, modes = config.num_attention_heads, config.frac_num_modes
+        return (batch_size, heads, modes, config.frac_head_dim)
+
+
+class PureModelTest(FracTests, ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
+    model_tester_class = FracModelTester
+    has_attentions = False
+
+
+class MixedModelTest(FracTests, ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
+    """Two tests are overridden: not all layers have attentions, or could obey a mask of pairs."""
+
+    model_tester_class = MixedModelTester
+
+    def test_attention_outputs(self):
+        length = self.model_tester.seq_length
+        for model_class in self.all_model_classes:
+            config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+            model = model_class._from_config(config, attn_implementation="eager").eval()
+            plain, asked = model(**inputs), model(**inputs, output_attentions=True)
+            assert plain.attentions is None and len(asked) == len(plain) + 1
+            (weights,) = asked.attentions
+            assert weights.shape[1:] == (config.num_attention_heads, length, length)
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+            model.config.output_attentions = True
+            assert torch.equal(model(**inputs).attentions[0], weights)
+
+    def test_custom_4d_attention_mask(self):
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        mask = inputs["attention_mask"][:, None, None].expand(
+            -1, 1, self.model_tester.seq_length, -1
+        )
+        with pytest.raises(ValueError, match="attention_mask must have shape"):
+            FracForCausalLM(config)(inputs["input_ids"], attention_mask=mask)

@@ -1,0 +1,58 @@
+"""Checkpoints that name their classes: `auto_map`, and the file that it points to."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
+
+from flash_frac.models import FracConfig, FracForCausalLM, FracModel
+from flash_frac.models.export import CODE, auto_map, export
+from tests.models.conftest import make_model
+
+
+@pytest.fixture(autouse=True)
+def modules_cache(tmp_path, monkeypatch):
+    """transformers copies the file there before it imports it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+
+
+def files_of(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_names_its_classes(folder):
+    assert json.loads((folder / "config.json").read_text())["auto_map"] == auto_map()
+    assert (folder / "modeling_frac.py").read_text() == CODE
+
+
+def test_auto_map_survives(tmp_path, ids):
+    """Saved, exported, loaded with trust_remote_code, saved again; tests/hf: in new processes."""
+    model = make_model(torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    assert_names_its_classes(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "exported")
+    for start in ("saved", "exported"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / start, trust_remote_code=True)
+        assert type(loaded) is FracForCausalLM
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        again = tmp_path / f"{start}-again"
+        loaded.save_pretrained(again)
+        assert_names_its_classes(again)
+        assert files_of(again) == files_of(tmp_path / "saved")
+        assert type(AutoModel.from_pretrained(again, trust_remote_code=True)) is FracModel
+
+
+def test_a_configuration_alone_names_its_classes(tmp_path):
+    make_model().config.save_pretrained(tmp_path / "config")
+    assert_names_its_classes(tmp_path / "config")
+    loaded = AutoConfig.from_pretrained(tmp_path / "config", trust_remote_code=True)
+    assert type(loaded) is FracConfig
+
+
+def test_pushing_a_configuration_pushes_the_file(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(FracConfig, "push_to_hub", lambda self, *x, **y: pushed.append((x, y)))
+    make_model().config.save_pretrained(tmp_path / "mine", push_to_hub=True, private=True)
+    assert pushed == [(("mine",), {"private": True})]
