@@ -52,7 +52,7 @@ OPERATORS = {
 # And by file, from the ground up: plain forms, the table of backends, kernels, their launches, the
 # functions that users call. Files of one row may import each other.
 FLOORS = [
-    {"arithmetic", "reference", "levels", "chunk"},
+    {"arithmetic", "reference", "levels", "passes", "chunk"},
     {"backends"},
     {"plan", "kernels", "mix", "walk"},
     {"triton", "step"},

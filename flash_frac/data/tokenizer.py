@@ -15,8 +15,6 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from flash_frac.models.loading import find_checkpoint
-
 # Bytes stand behind <pad>, <bos> and <eos>.
 FIRST_BYTE = 3
 # HyenaDNA's numbering, so that its vocabulary and ours agree.
@@ -88,6 +86,9 @@ def load_tokenizer(name: str, *, needs_eos: bool = True) -> PreTrainedTokenizerB
         return byte_tokenizer()
     if name == "dna":
         return dna_tokenizer()
+    # Imported here, as it brings the models with it.
+    from flash_frac.models.loading import find_checkpoint
+
     try:
         found = find_checkpoint(name, argument="tokenizer", needs_config=False)
         tokenizer = AutoTokenizer.from_pretrained(

@@ -130,9 +130,10 @@ def check_scan_inputs(
 
 
 def can_look_at(x: Tensor) -> bool:
-    """Whether values may be looked at: not on a GPU, when compiling, and in torch.func."""
+    """Whether values may be looked at: not on a GPU, in tracing, and in torch.func."""
     return (
-        x.device.type == "cpu"
+        type(x) is Tensor
+        and x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
     )

@@ -1,22 +1,12 @@
-"""The scan in plain PyTorch: parallel inside chunks, parallel across chunks.
+"""Backend "torch" of the scan: parallel inside chunks, parallel across chunks.
 
-With S the state before a chunk of C tokens, and all sums those of log_decay,
+Rows are cut into chunks, `passes.py` computes on those. The backward pass is written out, because
+autograd would keep the factors of every level. Where the gradient is itself differentiated, and in
+torch.func and torch.export, the same operations are left to autograd and to the tracer; for
+torch.compile the scan is one operator.
 
-    gamma[t, k] = sum_m read[t, m] write[k, m] exp(sum over k < p <= t)        t >= k
-    y[t]        = sum_k gamma[t, k] u[k] + sum_m read[t, m] exp(sum over p <= t) S[m]
-    S_next[m]   = exp(sum over the chunk) S[m] + sum_k write[k, m] exp(sum over p > k) u[k]
-
-gamma comes from `levels.py`. The states before all chunks come from a scan over chunks that is
-itself grouped: no Python loop runs over chunks. The backward pass is written out, because autograd
-would keep the factors of every level; where the gradient is itself differentiated, and in
-torch.func, autograd does it.
-
-A token that is not finite spoils its own sequence from there on and nothing else: products with
-zeros would carry a NaN to earlier tokens and to other sequences, so it is taken out first, and put
-into the results that depend on it.
-
-Letters: B batch, N chunks, H heads, C tokens of a chunk, D head channels, M modes, S sequences of a
-row (1, or all packed sequences), G chunks of a group.
+Letters: B batch, T time, N chunks, H heads, C tokens of a chunk, D head channels, M modes,
+S sequences of a row (1, or all packed sequences).
 """
 
 from __future__ import annotations
@@ -24,229 +14,24 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_frac.ops.scan.levels import CHUNK, decay_sums, mix, mix_backward
+from flash_frac.ops.scan.levels import CHUNK
+from flash_frac.ops.scan.passes import (
+    Layout,
+    blocks,
+    isolated_backward,
+    isolated_forward,
+    trim,
+)
 from flash_frac.ops.scan.reference import zero_state
-
-GROUP = 16
-# Of compiled code, which doubles as often for any length.
-MOST_GROUPS = 1 << 12
-
-
-class Layout(NamedTuple):
-    """Where the sequences of a packed row lie among its chunks.
-
-    first: (S,) index of the first chunk of each sequence; last: (S,) of the last;
-    sequence: (N,) the sequence of each chunk.
-    """
-
-    first: Tensor
-    last: Tensor
-    sequence: Tensor
-
-    def reversed(self) -> Layout:
-        """The layout of the same chunks in reversed order, and so of the same sequences."""
-        end = self.sequence.shape[0] - 1
-        return Layout(
-            (end - self.last).flip(0),
-            (end - self.first).flip(0),
-            (len(self.first) - 1 - self.sequence).flip(0),
-        )
-
-
-def _blocks(x: Tensor, axis: int, size: int) -> Tensor:
-    """x with zeros after it, and the axis split into blocks of `size`."""
-    length = x.shape[axis]
-    if not torch.compiler.is_compiling():
-        count = -(-length // size)
-        x = F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count * size - length))
-        return x.unflatten(axis, (count, size))
-    # One graph for all lengths: no number of blocks is 0 or 1, and no padding is empty.
-    count = (length + 2 * size - 1) // size
-    index = torch.arange(count * size, device=x.device)
-    x = x.index_select(axis, index.clamp_max(length - 1)).unflatten(axis, (count, size))
-    after = (index >= length).view(count, size, *(1,) * (x.ndim - axis - 2))
-    return x.masked_fill(after, 0)
-
-
-def _trim(x: Tensor, length: int) -> Tensor:
-    """The first of axis 1, without a question that would split the lengths of compiled code."""
-    if torch.compiler.is_compiling():
-        return x.index_select(1, torch.arange(length, device=x.device))
-    return x[:, :length]
-
-
-def _scan_groups(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> Tensor:
-    """As `_scan_chunks`, by doubling: for few, because all are gone through log2(N) times."""
-    num = state.shape[1]
-    if compiling := torch.compiler.is_compiling():
-        torch._check(num <= MOST_GROUPS, lambda: "compiled code scans at most 2^21 tokens")
-    index, shift = torch.arange(num, device=state.device), 1
-    while shift < (MOST_GROUPS if compiling else num):
-        earlier = (index - shift).clamp_min(0)
-        apart = index < shift
-        if sequence is not None:
-            apart = apart | (sequence != sequence[earlier])
-        kept = log_decay.masked_fill(apart[:, None, None], -torch.inf)
-        state = state + kept.exp()[..., None] * state.index_select(1, earlier)
-        log_decay = kept + log_decay.index_select(1, earlier)
-        shift *= 2
-    return state
-
-
-def _scan_chunks(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> Tensor:
-    """state[i] += exp(log_decay[i]) state[i - 1] along N, if i - 1 is of the same sequence.
-
-    state (B, N, H, M, D), log_decay (B, N, H, M), sequence (N,) or None where all N are one.
-    Groups of G chunks are scanned by a matrix product each, then the groups.
-    """
-    num_chunks = state.shape[1]
-    # (B, N/G, H, M, G, D) and (B, N/G, H, M, G)
-    state = _blocks(state, 1, GROUP).permute(0, 1, 3, 4, 2, 5)
-    log_decay = _blocks(log_decay, 1, GROUP).permute(0, 1, 3, 4, 2)
-    total = log_decay.cumsum(-1)
-    # Summed from j + 1 to i one by one: differences of totals would lose digits.
-    between = log_decay[..., None].expand(*log_decay.shape, GROUP).tril(-1).cumsum(-2)
-    weights, carry_in = between.exp().tril(), total.exp()
-    last = None
-    if sequence is not None:
-        group = _blocks(sequence, 0, GROUP)
-        last = group[:, -1]
-        previous = last.roll(1)[None, :, None, None, None]
-        group = group[None, :, None, None]
-        weights = weights * (group[..., :, None] == group[..., None, :])
-        carry_in = carry_in * (group == previous)
-    state = weights @ state
-    after = _scan_groups(state[..., -1, :], total[..., -1], last)
-    # The first group follows nothing.
-    first = (torch.arange(after.shape[1], device=after.device) == 0)[:, None, None, None]
-    before = after.roll(1, 1).masked_fill(first, 0)
-    state = state + carry_in[..., None] * before[..., None, :]
-    return _trim(state.permute(0, 1, 4, 2, 3, 5).flatten(1, 2), num_chunks)
-
-
-def _states_before(
-    increment: Tensor, log_decay: Tensor, initial: Tensor, layout: Layout | None
-) -> tuple[Tensor, Tensor]:
-    """States before every chunk (B, N, H, M, D), and after every sequence (B, S, H, M, D)."""
-    first = _first(layout, increment.device)
-    kept = log_decay.index_select(1, first).exp()[..., None] * initial
-    sequence = None if layout is None else layout.sequence
-    after = _scan_chunks(increment.index_add(1, first, kept), log_decay, sequence)
-    before = after.roll(1, 1).index_copy(1, first, initial)
-    return before, after[:, -1:] if layout is None else after.index_select(1, layout.last)
-
-
-def _first(layout: Layout | None, device: torch.device) -> Tensor:
-    """The first chunk of each sequence."""
-    return torch.zeros(1, dtype=torch.long, device=device) if layout is None else layout.first
-
-
-def _forward(
-    u: Tensor,
-    read: Tensor,
-    write: Tensor,
-    log_decay: Tensor,
-    initial: Tensor,
-    layout: Layout | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, the states after all sequences, gamma, and the states before all chunks."""
-    sums = decay_sums(log_decay)
-    gamma = mix(read, write, sums)
-    increment = (write * sums.suffix.exp()).mT @ u
-    before, final = _states_before(increment, sums.total, initial, layout)
-    return gamma @ u + (read * sums.prefix.exp()) @ before, final, gamma, before
-
-
-def _backward(
-    dy: Tensor,
-    dfinal: Tensor,
-    u: Tensor,
-    read: Tensor,
-    write: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    before: Tensor,
-    layout: Layout | None,
-) -> tuple[Tensor, ...]:
-    """Gradients of u, read, write, log_decay and the initial states."""
-    sums = decay_sums(log_decay)
-    from_start, to_end = sums.prefix.exp(), sums.suffix.exp()
-    # The gradient of the state after each chunk is the same scan, run from the right.
-    increment = (read * from_start).mT @ dy
-    turned = None if layout is None else layout.reversed()
-    dafter, dinitial = _states_before(increment.flip(1), sums.total.flip(1), dfinal.flip(1), turned)
-    dafter, dinitial = dafter.flip(1), dinitial.flip(1)
-    du = gamma.mT @ dy + (write * to_end) @ dafter
-
-    dread_state = from_start * (dy @ before.mT)
-    dwrite_state = to_end * (u @ dafter.mT)
-    across = sums.total.exp() * (before * dafter).sum(-1)
-    dsums = (read * dread_state, write * dwrite_state, across)
-    dread, dwrite, dlog_decay = mix_backward(dy @ u.mT, read, write, sums, dsums)
-    return du, dread + dread_state, dwrite + dwrite_state, dlog_decay, dinitial
-
-
-def _not_finite(x: Tensor) -> Tensor:
-    """Whether there is an inf or a NaN among the last axis: times zero, both are NaN."""
-    return (x * 0).sum(-1).isnan()
-
-
-def _finite(x: Tensor) -> Tensor:
-    """x with zeros for inf and NaN."""
-    return x.nan_to_num(0, 0, 0)
-
-
-def _spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    """What comes after a bad token of its sequence (B, N, H, C), and the states at the end.
-
-    bad: (B, N, H, C); bad_state: (B, S, H), at the beginning. The states are (B, S, H).
-    """
-    inside = bad.cumsum(-1)
-    count = inside[..., -1].cumsum(1)
-    before = count - inside[..., -1]
-    if layout is None:
-        before, final = before + bad_state, count[:, -1:] + bad_state
-    else:
-        base = before.index_select(1, layout.first) - bad_state.long()
-        before = before - base.index_select(1, layout.sequence)
-        final = count.index_select(1, layout.last) - base
-    return inside + before[..., None] > 0, final > 0
-
-
-def _nan_where(bad: Tensor, like: Tensor) -> Tensor:
-    """NaN or 0, to be added: unlike a choice, a sum keeps the NaN of its gradient."""
-    return torch.zeros_like(bad, dtype=like.dtype).masked_fill(bad, torch.nan)
-
-
-def _isolate(
-    u: Tensor,
-    read: Tensor,
-    write: Tensor,
-    log_decay: Tensor,
-    initial: Tensor,
-    layout: Layout | None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Inputs of `_forward` without what would spoil others, and what to add to its results."""
-    # -inf is a decay like any other, +inf and NaN are not.
-    bad = _not_finite(u) | _not_finite(write) | _not_finite(log_decay.amax(-1, True).clamp_min(0))
-    bad_state = _not_finite(initial.flatten(-2))
-    after, final = _spoilt(bad, bad_state, layout)
-    log_decay = log_decay.nan_to_num(0, 0, -torch.inf)
-    # A read spoils its own token alone.
-    nan_y = _nan_where(after | _not_finite(read), u)[..., None]
-    clean = (_finite(u), _finite(read), _finite(write), log_decay, _finite(initial))
-    return clean, (nan_y, _nan_where(final, u)[..., None, None])
 
 
 def _scan(*inputs: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
     """y and the states after all sequences, for autograd to differentiate as often as asked."""
-    clean, (nan_y, nan_final) = _isolate(*inputs, layout=layout)
-    y, final, *_ = _forward(*clean, layout=layout)
-    return y + nan_y, final + nan_final
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        return isolated_forward(inputs, layout)[0]
 
 
 class ChunkScan(torch.autograd.Function):
@@ -259,41 +44,23 @@ class ChunkScan(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         inputs, layout = args[:5], Layout(*args[5:]) if len(args) > 5 else None
         with torch.autocast(inputs[0].device.type, enabled=False):
-            clean, (nan_y, nan_final) = _isolate(*inputs, layout=layout)
-            y, final, gamma, before = _forward(*clean, layout=layout)
-        ctx.save_for_backward(*clean[:4], gamma, before, *args)
-        return y + nan_y, final + nan_final
+            (y, final), kept = isolated_forward(inputs, layout)
+        ctx.save_for_backward(*kept, *args)
+        return y, final
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dy: Tensor, dfinal: Tensor
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        kept, inputs, places = saved[:6], saved[6:11], saved[11:]
+        kept, inputs, places = saved[:2], saved[2:7], saved[7:]
         layout = Layout(*places) if places else None
         with torch.autocast(dy.device.type, enabled=False):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
                 gradients = _differentiable(inputs, layout, dy, dfinal)
             else:
-                bad = _not_finite(dy) | _not_finite(inputs[1])
-                gradients = _isolated_backward(dy, dfinal, bad, kept, layout)
+                gradients = isolated_backward(dy, dfinal, inputs, kept, layout)
         return *gradients, *(None for _ in places)
-
-
-def _isolated_backward(
-    dy: Tensor, dfinal: Tensor, bad: Tensor, kept: tuple[Tensor, ...], layout: Layout | None
-) -> tuple[Tensor, ...]:
-    """A `bad` (B, N, H, C) gradient or read spoils the gradients of its sequence up to there."""
-    bad_state = _not_finite(dfinal.flatten(-2))
-    turned = None if layout is None else layout.reversed()
-    # Backward in time, inside the chunks too.
-    up_to, first = _spoilt(bad.flip(1, 3), bad_state.flip(1), turned)
-    up_to, first = up_to.flip(1, 3)[..., None], first.flip(1)[..., None, None]
-    gradients = _backward(_finite(dy), _finite(dfinal), *kept, layout=layout)
-    du, dread, dwrite, ddecay, dinitial = gradients
-    nan = _nan_where(up_to, dy)
-    dread = dread + _nan_where(bad[..., None], dy)
-    return du + nan, dread, dwrite + nan, ddecay + nan, dinitial + _nan_where(first, dy)
 
 
 def _differentiable(
@@ -336,9 +103,47 @@ def _chunk_slots(
     return Layout(first, last, sequence), token, slot
 
 
+class Places(NamedTuple):
+    """Where the T tokens of a row go among N chunks.
+
+    layout: None without packing; then tokens follow each other, and those below are None too.
+    token: (N*C,) the token of each slot, -1 for none; slot: (T,) the slot of each token.
+    """
+
+    num_tokens: int
+    layout: Layout | None
+    token: Tensor | None
+    slot: Tensor | None
+
+    def to_chunks(self, x: Tensor) -> Tensor:
+        """(B, T, H, X) -> (B, N, H, C, X), contiguous. An empty slot is an identity step: zeros."""
+        if self.token is None:
+            x = blocks(x, 1, CHUNK)
+        else:
+            x = x[:, self.token].masked_fill((self.token < 0)[:, None, None], 0)
+            x = x.unflatten(1, (-1, CHUNK))
+        return x.transpose(2, 3).contiguous()
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        x = x.transpose(2, 3).flatten(1, 2)
+        return trim(x, self.num_tokens) if self.slot is None else x[:, self.slot]
+
+
+def _places(num_tokens: int, cu_seqlens: Tensor | None) -> Places:
+    if cu_seqlens is None:
+        return Places(num_tokens, None, None, None)
+    num_chunks = num_tokens // CHUNK + len(cu_seqlens) - 1
+    return Places(num_tokens, *_chunk_slots(cu_seqlens.long(), num_tokens, num_chunks))
+
+
 def _is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD is at work, which a Function of ours would stop."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether something goes through our operations that a Function of ours would stop."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_exporting()
+    )
 
 
 def chunk_scan(
@@ -352,29 +157,87 @@ def chunk_scan(
     """Backend "torch" of `frac_scan`: the same arguments."""
     if initial_state is None:
         initial_state = zero_state(u, read, cu_seqlens)
-    dtype, num_tokens = u.dtype, u.shape[1]
     if u.numel() == 0:
         return torch.zeros_like(u), initial_state
     inputs = [x.to(initial_state.dtype) for x in (u, read, write, log_decay)]
-    slot, layout = None, None
-    if cu_seqlens is None:
-        inputs = [_blocks(x, 1, CHUNK) for x in inputs]
-        initial = initial_state[:, None]
-    else:
-        num_chunks = num_tokens // CHUNK + len(cu_seqlens) - 1
-        layout, token, slot = _chunk_slots(cu_seqlens.long(), num_tokens, num_chunks)
-        empty = (token < 0)[:, None, None]
-        # An empty slot is an identity step: no write and no decay.
-        inputs = [x[:, token].masked_fill(empty, 0) for x in inputs]
-        inputs = [x.unflatten(1, (num_chunks, CHUNK)) for x in inputs]
-        initial = initial_state[None]
-    # (B, N, H, C, ...)
-    chunks = [x.transpose(2, 3).contiguous() for x in inputs]
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        y, final = compiled_scan(*inputs, initial_state, cu_seqlens)
+        return y.to(u.dtype), final
+    places, chunks, initial = _chunked(tuple(inputs), initial_state, cu_seqlens)
     if _is_transformed():
-        with torch.autocast(u.device.type, enabled=False):
-            y, final = _scan(*chunks, initial, layout=layout)
+        y, final = _scan(*chunks, initial, layout=places.layout)
     else:
-        y, final = ChunkScan.apply(*chunks, initial, *(layout or ()))
-    y = y.transpose(2, 3).flatten(1, 2)
-    y = _trim(y, num_tokens) if slot is None else y[:, slot]
-    return y.to(dtype), final.flatten(0, 1)
+        y, final = ChunkScan.apply(*chunks, initial, *(places.layout or ()))
+    return places.to_tokens(y).to(u.dtype), final.flatten(0, 1)
+
+
+@torch.library.custom_op("flash_frac::chunk_scan", mutates_args=())
+def compiled_scan(
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The scan as one operator, for torch.compile.
+
+    Looking inside, inductor took 70 s for a training step of three small layers, and takes 12 so.
+    Nothing is kept for the backward pass, which computes it again.
+    """
+    places, chunks, start = _chunked((u, read, write, log_decay), initial, cu_seqlens)
+    (y, final), _ = isolated_forward((*chunks, start), places.layout)
+    return places.to_tokens(y).contiguous(), final.flatten(0, 1)
+
+
+def _chunked(
+    inputs: tuple[Tensor, ...], initial: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Places, list[Tensor], Tensor]:
+    """Where tokens go, the inputs there, and the states (B, S, H, M, D) at the beginning."""
+    places = _places(inputs[0].shape[1], cu_seqlens)
+    start = initial[:, None] if cu_seqlens is None else initial[None]
+    return places, [places.to_chunks(x) for x in inputs], start
+
+
+@torch.library.custom_op("flash_frac::chunk_scan_backward", mutates_args=())
+def compiled_backward(
+    dy: Tensor,
+    dfinal: Tensor,
+    u: Tensor,
+    read: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    initial: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of u, read, write, log_decay and initial."""
+    places, chunks, start = _chunked((u, read, write, log_decay), initial, cu_seqlens)
+    inputs = (*chunks, start)
+    _, kept = isolated_forward(inputs, places.layout)
+    *gradients, dinitial = isolated_backward(
+        places.to_chunks(dy), dfinal.view_as(start), inputs, kept, places.layout
+    )
+    du, dread, dwrite, ddecay = (places.to_tokens(x).contiguous() for x in gradients)
+    return du, dread, dwrite, ddecay, dinitial.flatten(0, 1)
+
+
+@compiled_scan.register_fake
+def _(u, read, write, log_decay, initial, cu_seqlens):
+    return torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(initial)
+
+
+@compiled_backward.register_fake
+def _(dy, dfinal, *inputs):
+    *tensors, _ = inputs
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _compiled_gradients(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple:
+    return *compiled_backward(dy, dfinal, *ctx.saved_tensors), None
+
+
+compiled_scan.register_autograd(_compiled_gradients, setup_context=_keep)
