@@ -1,6 +1,7 @@
 """Time a FRAC language model beside its peers: prefill, decoding, a training step, small models.
 
     python benchmarks/model.py [--parts prefill decode train small] [--no-peers | --peers qwen3]
+                               [--weights int8]
 
 Random weights in bfloat16; on a CPU float32 and tiny sizes, for trying the script out.
     prefill  the backbone with its cache, batch 1: eagerly, and ours through `Generator` as well
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from flash_frac.bench.models import PARTS, measure_models
+from flash_frac.bench.models import PARTS, WEIGHTS, measure_models
 from flash_frac.bench.parts import default_sizes
 from flash_frac.bench.peers import MODEL_PEERS
 from flash_frac.bench.rows import add_options, row_keeper
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, "small"], default=[*PARTS, "small"])
     parser.add_argument("--config", type=Path, help="config.json of the model; default 1.3B")
+    parser.add_argument("--weights", choices=WEIGHTS, help="quantise ours with torchao")
     add_options(parser, peers=MODEL_PEERS)
     options = parser.parse_args(typed)
     if options.config is None and not torch.cuda.is_available():
@@ -46,7 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = FracConfig.from_json_file(options.config or CONFIG)
     peers = [] if options.no_peers else options.peers
     for rows in measure_models(
-        config, parts=options.parts, peers=peers, sizes=default_sizes(), failures=failures
+        config,
+        parts=options.parts,
+        peers=peers,
+        sizes=default_sizes(),
+        failures=failures,
+        weights=options.weights,
     ):
         keep(rows)
     exit_if_ours_failed(failures)

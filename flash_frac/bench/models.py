@@ -85,6 +85,7 @@ def measure_models(
     peers: Iterable[str],
     sizes: Sizes,
     failures: list[str],
+    weights: str | None = None,
 ) -> Iterator[list[dict]]:
     """Rows of a model with random weights and of its peers, part by part; ours checked first.
 
@@ -96,6 +97,7 @@ def measure_models(
         peers: names in `flash_frac.bench.peers.MODEL_PEERS`.
         sizes: lengths and batches.
         failures: gets why models or ways were left out.
+        weights: "int8" or "fp8" for linear layers of ours that torchao quantises.
     """
     device, backend, dtype = machine()
     error = check(device, backend, dtype)
@@ -105,7 +107,8 @@ def measure_models(
     others = available(MODEL_PEERS, peers, config, failures) if chosen else []
 
     def ours() -> Subject:
-        return our_subject(build(config, dtype, device), error)
+        subject = our_subject(build(config, dtype, device), error)
+        return subject if weights is None else quantised(subject, weights)
 
     def theirs(peer: ModelPeer) -> Subject:
         return Subject(peer.name, build(peer.config, dtype, device), peer.note, peer.shape)
@@ -115,6 +118,18 @@ def measure_models(
         yield from _measure(name, make, chosen, sizes, failures)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+# What torchao calls weights of 8 bits that are multiplied in the dtype of the model.
+WEIGHTS = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}
+
+
+def quantised(subject: Subject, weights: str) -> Subject:
+    """The model with weights of this kind, whose error is not known."""
+    from torchao import quantization
+
+    quantization.quantize_(subject.model, getattr(quantization, WEIGHTS[weights])())
+    return subject._replace(name=f"{subject.name} {weights}", error=None)
 
 
 def measure_stream(config: FracConfig, sizes: Sizes) -> Iterator[dict]:

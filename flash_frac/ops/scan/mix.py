@@ -136,10 +136,12 @@ def mix_kernel(
     o_xor = o_t[:, None] ^ o_t[None, :]
     b_total, b_prefix, b_suffix = b_decay, b_decay, tl.zeros_like(b_decay)
     for level in tl.static_range(LEVELS):
-        _, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level, PRECISION)
+        later, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level, PRECISION)
         b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        # Chosen, not added: other pairs of this product are NaN if one of their tokens is.
-        b_gamma = tl.where((o_xor >> level) == 1, b_pairs, b_gamma)
+        # The last product has no other pairs. Earlier rows of it are zero times something, which
+        # is NaN where a token is; the mask of rows costs less than that of pairs.
+        m_pairs = (o_xor >> level) == 1 if level < LEVELS - 1 else later
+        b_gamma += tl.where(m_pairs, b_pairs, 0.0)
         b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
 
     o_weights = i_ch * C * BM + o_t[:, None] * BM + o_m
