@@ -1,7 +1,6 @@
 """Time a FRAC language model beside its peers: prefill, decoding, a training step, small models.
 
-    python benchmarks/model.py [--parts prefill decode train small] [--no-peers | --peers qwen3]
-                               [--weights int8]
+    python benchmarks/model.py [--parts prefill decode train small] [--no-peers] [--weights int8]
 
 Random weights in bfloat16; on a CPU float32 and tiny sizes, for trying the script out.
     prefill  the backbone with its cache, batch 1: eagerly, and ours through `Generator` as well
@@ -47,14 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failures: list[str] = []
     config = FracConfig.from_json_file(options.config or CONFIG)
     peers = [] if options.no_peers else options.peers
-    for rows in measure_models(
-        config,
-        parts=options.parts,
-        peers=peers,
-        sizes=default_sizes(),
-        failures=failures,
-        weights=options.weights,
-    ):
+    chosen = {"parts": options.parts, "peers": peers, "weights": options.weights}
+    for rows in measure_models(config, sizes=default_sizes(), failures=failures, **chosen):
         keep(rows)
     exit_if_ours_failed(failures)
 

@@ -126,7 +126,7 @@ WEIGHTS = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}
 
 def quantised(subject: Subject, weights: str) -> Subject:
     """The model with weights of this kind, whose error is not known."""
-    from torchao import quantization
+    from torchao import quantization  # pyright: ignore[reportMissingImports]
 
     quantization.quantize_(subject.model, getattr(quantization, WEIGHTS[weights])())
     return subject._replace(name=f"{subject.name} {weights}", error=None)

@@ -206,7 +206,8 @@ class _Session:
         head = self.model.lm_head.weight
         self.device = head.device
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-        self.logits = head.new_zeros(batch, head.shape[0], dtype=torch.float32)
+        # Not by the head's new_zeros, which a quantised weight does not have.
+        self.logits = torch.zeros(batch, head.shape[0], dtype=torch.float32, device=head.device)
         self.ended = torch.zeros(batch, 1, dtype=torch.bool, device=self.device)
         self.position = torch.zeros(1, dtype=torch.long, device=self.device)
         self.chosen = self.token.new_zeros(batch, FIRST_TOKENS)

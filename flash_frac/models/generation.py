@@ -34,7 +34,7 @@ class FracGenerationMixin(GenerationMixin):
         if cache is not None and not isinstance(cache, FracCache | FracStaticCache):
             raise ValueError(
                 f"past_key_values must be a FracCache, got {type(cache).__name__}; use the "
-                " past_key_values that the model returned, or FracCache(model.config)"
+                "past_key_values that the model returned, or FracCache(model.config)"
             )
         if cache is not None and wanted is not None:
             raise ValueError(

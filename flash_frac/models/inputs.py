@@ -5,7 +5,6 @@ Letters: B batch, T time, E width, N sequences (B, or those packed in a row).
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from flash_frac.models.configuration import FracConfig
+from flash_frac.models.fields import nearest
 
 # Arguments of every model in transformers that change nothing here: the longest packed sequence,
 # the positions of the cache (which counts for itself), segments of a text, and those of `generate`
@@ -37,8 +37,8 @@ def check_names(names: Iterable[str], known: Iterable[str]) -> None:
     known = {*known, *UNUSED, *PACKING, *LOSS}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, known)
+            hint = f"; did you mean {near}?" if near else ""
             raise TypeError(f"forward() got an unexpected argument {name}{hint}")
 
 

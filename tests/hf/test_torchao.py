@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flash_frac.inference import FracStream, Generator
 from tests.errors import assert_as_good
 from tests.models.conftest import make_model
 
@@ -35,7 +36,10 @@ def assert_decodes_like_its_weights(name, device, dtype):
         steps = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(20, 24)]
         results.append(torch.cat(steps, 1))
     assert_as_good(*results, name, dtype)
-    assert models[0].generate(ids, **OPTIONS).shape == (2, 32)
+    expected = models[0].generate(ids, **OPTIONS)
+    assert torch.equal(Generator(models[0]).generate(ids, max_new_tokens=8), expected)
+    stream = FracStream(models[0], batch_size=2).feed(ids).advance(2)
+    assert stream.feed(ids[:, :1]).logits.isfinite().all()
 
 
 def test_int8_weights_on_a_cpu():
