@@ -179,7 +179,7 @@ def test_checkpoints(monkeypatch):
             watch(patch, launched.append)
             got = gradients(model, ids)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        assert launched.count("output_kernel") == runs * LAYERS
+        assert launched.count("mix_kernel") == runs * LAYERS
         assert launched.count("conv_forward_kernel") == 2 * LAYERS
     assert torch.ops.flash_frac.scan.default in seen
 
