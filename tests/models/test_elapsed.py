@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flash_frac.models.inputs import random_elapsed
+from flash_frac.ops.testing import relative_error
 from tests.models.conftest import make_model
 
 close = torch.testing.assert_close
@@ -53,3 +54,15 @@ def test_ranks_that_share_a_row_cannot_draw():
     model = make_model(frac_time_dilation=2.0)
     with pytest.raises(ValueError, match="group must be None for a model with frac_time_dilation"):
         model.set_context_group(object())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("time", [1e3, 1e7, 1e12])
+def test_long_times_cost_no_digits(ids, time):
+    """Every seventh token comes after a very long time; float32 against float64."""
+    model = make_model(torch.float32)
+    elapsed = torch.ones(ids.shape)
+    elapsed[:, ::7] = time
+    logits = model(ids, elapsed=elapsed).logits
+    exact = model.double()(ids, elapsed=elapsed.double()).logits
+    assert relative_error(logits, exact) < 2e-6
