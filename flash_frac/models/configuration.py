@@ -164,14 +164,19 @@ class FracConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As for every configuration; `kwargs` that are fields are checked like those of a file.
 
-        A name in the file that looks like none of ours is kept, with a warning: other tools leave
-        their notes there. Everything that `from_pretrained` reads comes through here.
+        A name in the file that looks like none of ours, or like one that is there too, is kept,
+        with a warning: other tools leave their notes there. Everything that `from_pretrained` reads
+        comes through here.
         """
         foreign = {name: config_dict[name] for name in unknown_names(config_dict, cls)}
         # Names of transformers' own loading are not ours to know: only a near miss is refused.
-        for names, cutoff in ((foreign, 0.8), (unknown_names(kwargs, cls), 0.9)):
+        missing = [name for name in own_fields(cls) if name not in config_dict]
+        for names, fields, cutoff in (
+            (foreign, missing, 0.8),
+            (unknown_names(kwargs, cls), own_fields(cls), 0.9),
+        ):
             for name in names:
-                if name.startswith("frac_") or nearest(name, own_fields(cls), cutoff):
+                if name.startswith("frac_") or nearest(name, fields, cutoff):
                     check_names([name], cls)
         # Set one by one on a finished configuration, they would not be checked, and what follows
         # from them would stay as it was.

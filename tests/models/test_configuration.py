@@ -216,3 +216,12 @@ def test_files_of_others(tmp_path):
     assert config.tool_version == "1.0" and "no field tool_version" in warning.call_args[0][0]
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).tool_version == "1.0"
+
+
+def test_a_near_name_beside_the_right_one_is_kept():
+    """transformers' own tools write names of other families next to ours; alone it is refused."""
+    whole = FracConfig().to_dict()
+    assert FracConfig.from_dict(whole | {"norm_eps": 1.0}).rms_norm_eps == FracConfig().rms_norm_eps
+    del whole["rms_norm_eps"]
+    with pytest.raises(ValueError, match="no field norm_eps; did you mean rms_norm_eps"):
+        FracConfig.from_dict(whole | {"norm_eps": 1.0})

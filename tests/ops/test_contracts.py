@@ -187,7 +187,7 @@ def check_isolation(operator, backend):
 # Where a token that is not finite may stand: at the ends of the sequence, and of halves of chunks.
 # The interpreter has time for one: the last token of an earlier half.
 POSITIONS = (15,) if INTERPRETED else (0, 1, 15, 16, 31, 32, 44)
-LENGTH = 35 if INTERPRETED else 45
+LENGTH = 20 if INTERPRETED else 45
 
 
 def bad_tokens(rows):
