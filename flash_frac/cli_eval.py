@@ -40,7 +40,7 @@ def evaluate(
     skip_missing: Annotated[
         bool, typer.Option("--skip-missing", help="Leave out tasks without local files.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Only so many examples, for a try.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many examples.")] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Most tokens, for suites without lengths; theirs by default.")
     ] = None,

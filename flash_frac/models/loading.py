@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
 # How the files of a tokenizer begin, or end; one of them is there if there is a tokenizer.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "*.model", "*.tiktoken")
 # Names of tensors in an error, at most.
@@ -102,6 +103,7 @@ def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: b
                 f"{both} the hub cannot be reached to look for a model of that name "
                 f"({one_line(error)}), which is not in the local cache either"
             ) from error
+        logger.warning(f"The hub cannot be reached; {name} is read from the local cache.")
         options["local_files_only"] = True
     return Found(name, None, options)
 

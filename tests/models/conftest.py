@@ -48,3 +48,26 @@ each_backend = pytest.mark.parametrize("model", backends_here(torch.float64), in
 @pytest.fixture
 def ids():
     return torch.randint(3, 61, (3, 40), generator=torch.Generator().manual_seed(5))
+
+
+class Logits(torch.nn.Module):
+    """A model as a function of ids and mask, for exporters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, mask):
+        return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+
+# Of `Logits`, for torch.export.
+ANY_LENGTH = {name: {1: torch.export.Dim.AUTO} for name in ("ids", "mask")}
+
+
+def padded(time):
+    """Ids and mask (2, T), the first row padded on the left."""
+    ids = torch.randint(3, 61, (2, time), generator=torch.Generator().manual_seed(time))
+    mask = torch.ones_like(ids)
+    mask[0, : time // 3] = 0
+    return ids, mask

@@ -28,23 +28,13 @@ from flash_frac.ops.scan.passes import (
 from flash_frac.ops.scan.reference import zero_state
 
 
-def _scan(*inputs: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    """y and the states after all sequences, for autograd to differentiate as often as asked."""
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        return isolated_forward(inputs, layout)[0]
-
-
 class ChunkScan(torch.autograd.Function):
-    """The chunked scan of (B, N, H, C, ...) inputs, initial states and a layout, with its gradient.
-
-    Mixed-precision regions are left at the door: they would round the products to 16 bits.
-    """
+    """The scan of chunked inputs (B, N, H, C, ...), initial states and a layout, with gradient."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         inputs, layout = args[:5], Layout(*args[5:]) if len(args) > 5 else None
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            (y, final), kept = isolated_forward(inputs, layout)
+        (y, final), kept = isolated_forward(inputs, layout)
         ctx.save_for_backward(*kept, *args)
         return y, final
 
@@ -53,14 +43,13 @@ class ChunkScan(torch.autograd.Function):
         ctx: Any, dy: Tensor, dfinal: Tensor
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        kept, inputs, places = saved[:2], saved[2:7], saved[7:]
-        layout = Layout(*places) if places else None
-        with torch.autocast(dy.device.type, enabled=False):
-            if torch.is_grad_enabled():
-                gradients = _differentiable(inputs, layout, dy, dfinal)
-            else:
-                gradients = isolated_backward(dy, dfinal, inputs, kept, layout)
-        return *gradients, *(None for _ in places)
+        kept, inputs, layout_tensors = saved[:2], saved[2:7], saved[7:]
+        layout = Layout(*layout_tensors) if layout_tensors else None
+        if torch.is_grad_enabled():
+            gradients = _differentiable(inputs, layout, dy, dfinal)
+        else:
+            gradients = isolated_backward(dy, dfinal, inputs, kept, layout)
+        return *gradients, *(None for _ in layout_tensors)
 
 
 def _differentiable(
@@ -70,8 +59,9 @@ def _differentiable(
     # Views, because one of the inputs may come from another.
     inputs = tuple(x.view_as(x) for x in inputs)
     needed = [x for x in inputs if x.requires_grad]
-    outputs = _scan(*inputs, layout=layout)
-    found = iter(torch.autograd.grad(outputs, needed, (dy, dfinal), create_graph=True))
+    outputs, _ = isolated_forward(inputs, layout)
+    with torch.autocast(dy.device.type, enabled=False):
+        found = iter(torch.autograd.grad(outputs, needed, (dy, dfinal), create_graph=True))
     return [next(found) if x.requires_grad else None for x in inputs]
 
 
@@ -103,7 +93,7 @@ def _chunk_slots(
     return Layout(first, last, sequence), token, slot
 
 
-class Places(NamedTuple):
+class Slots(NamedTuple):
     """Where the T tokens of a row go among N chunks.
 
     layout: None without packing; then tokens follow each other, and those below are None too.
@@ -130,11 +120,11 @@ class Places(NamedTuple):
         return trim(x, self.num_tokens) if self.slot is None else x[:, self.slot]
 
 
-def _places(num_tokens: int, cu_seqlens: Tensor | None) -> Places:
+def _slots(num_tokens: int, cu_seqlens: Tensor | None) -> Slots:
     if cu_seqlens is None:
-        return Places(num_tokens, None, None, None)
+        return Slots(num_tokens, None, None, None)
     num_chunks = num_tokens // CHUNK + len(cu_seqlens) - 1
-    return Places(num_tokens, *_chunk_slots(cu_seqlens.long(), num_tokens, num_chunks))
+    return Slots(num_tokens, *_chunk_slots(cu_seqlens.long(), num_tokens, num_chunks))
 
 
 def _is_transformed() -> bool:
@@ -163,12 +153,12 @@ def chunk_scan(
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         y, final = compiled_scan(*inputs, initial_state, cu_seqlens)
         return y.to(u.dtype), final
-    places, chunks, initial = _chunked(tuple(inputs), initial_state, cu_seqlens)
+    slots, chunks, initial = _chunked(tuple(inputs), initial_state, cu_seqlens)
     if _is_transformed():
-        y, final = _scan(*chunks, initial, layout=places.layout)
+        (y, final), _ = isolated_forward((*chunks, initial), slots.layout)
     else:
-        y, final = ChunkScan.apply(*chunks, initial, *(places.layout or ()))
-    return places.to_tokens(y).to(u.dtype), final.flatten(0, 1)
+        y, final = ChunkScan.apply(*chunks, initial, *(slots.layout or ()))
+    return slots.to_tokens(y).to(u.dtype), final.flatten(0, 1)
 
 
 @torch.library.custom_op("flash_frac::chunk_scan", mutates_args=())
@@ -185,18 +175,18 @@ def compiled_scan(
     Looking inside, inductor took 70 s for a training step of three small layers, and takes 12 so.
     Nothing is kept for the backward pass, which computes it again.
     """
-    places, chunks, start = _chunked((u, read, write, log_decay), initial, cu_seqlens)
-    (y, final), _ = isolated_forward((*chunks, start), places.layout)
-    return places.to_tokens(y).contiguous(), final.flatten(0, 1)
+    slots, chunks, start = _chunked((u, read, write, log_decay), initial, cu_seqlens)
+    (y, final), _ = isolated_forward((*chunks, start), slots.layout)
+    return slots.to_tokens(y).contiguous(), final.flatten(0, 1)
 
 
 def _chunked(
     inputs: tuple[Tensor, ...], initial: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Places, list[Tensor], Tensor]:
+) -> tuple[Slots, list[Tensor], Tensor]:
     """Where tokens go, the inputs there, and the states (B, S, H, M, D) at the beginning."""
-    places = _places(inputs[0].shape[1], cu_seqlens)
+    slots = _slots(inputs[0].shape[1], cu_seqlens)
     start = initial[:, None] if cu_seqlens is None else initial[None]
-    return places, [places.to_chunks(x) for x in inputs], start
+    return slots, [slots.to_chunks(x) for x in inputs], start
 
 
 @torch.library.custom_op("flash_frac::chunk_scan_backward", mutates_args=())
@@ -211,13 +201,13 @@ def compiled_backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of u, read, write, log_decay and initial."""
-    places, chunks, start = _chunked((u, read, write, log_decay), initial, cu_seqlens)
+    slots, chunks, start = _chunked((u, read, write, log_decay), initial, cu_seqlens)
     inputs = (*chunks, start)
-    _, kept = isolated_forward(inputs, places.layout)
+    _, kept = isolated_forward(inputs, slots.layout)
     *gradients, dinitial = isolated_backward(
-        places.to_chunks(dy), dfinal.view_as(start), inputs, kept, places.layout
+        slots.to_chunks(dy), dfinal.view_as(start), inputs, kept, slots.layout
     )
-    du, dread, dwrite, ddecay = (places.to_tokens(x).contiguous() for x in gradients)
+    du, dread, dwrite, ddecay = (slots.to_tokens(x).contiguous() for x in gradients)
     return du, dread, dwrite, ddecay, dinitial.flatten(0, 1)
 
 

@@ -225,6 +225,11 @@ def _clean(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return _finite(u), _finite(read), _finite(write), log_decay, _finite(initial)
 
 
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Mixed-precision regions are left at the door: they would round the products to 16 bits."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def isolated_forward(
     inputs: Sequence[Tensor], layout: Layout | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -235,7 +240,8 @@ def isolated_forward(
     after, bad_final = _spoilt(bad, _not_finite(initial.flatten(-2)), layout)
     # A read spoils its own token alone.
     bad_y = after | _not_finite(read)
-    y, final, gamma, before = _forward(*_clean(inputs), layout=layout)
+    with _without_autocast(u):
+        y, final, gamma, before = _forward(*_clean(inputs), layout=layout)
     y = y + _nan_where(bad_y[..., None], y)
     return (y, final + _nan_where(bad_final[..., None, None], y)), (gamma, before)
 
@@ -254,7 +260,8 @@ def isolated_backward(
     up_to, first = _spoilt(bad.flip(1, 3), bad_state.flip(1), turned)
     up_to, first = up_to.flip(1, 3)[..., None], first.flip(1)[..., None, None]
     clean = _clean(inputs)[:4]
-    gradients = _backward(_finite(dy), _finite(dfinal), *clean, *kept, layout=layout)
+    with _without_autocast(dy):
+        gradients = _backward(_finite(dy), _finite(dfinal), *clean, *kept, layout=layout)
     du, dread, dwrite, ddecay, dinitial = gradients
     nan = _nan_where(up_to, dy)
     dread = dread + _nan_where(bad[..., None], dy)

@@ -2,7 +2,7 @@
 
 Forward: mixing weights of every chunk, states before segments, outputs. Backward: states before
 every chunk, gradients of states after segments, then the gradients. Outputs and gradients of u are
-looked through once more for what an inf or NaN has spoilt. Kernels are in `mix.py` and `walk.py`.
+computed a second time for sequences with an inf or NaN. Kernels are in `mix.py` and `walk.py`.
 Letters: B batch, T time, H heads, M modes, BM their block, D head channels, C tokens of a chunk,
 N chunks, S segments.
 """

@@ -206,7 +206,7 @@ def output_kernel(
     """y = gamma u + read_in S, and S <- exp(total) S + write_out^T u, forward in time.
 
     p_u, p_y (B, T, H, D); p_mix a `Mix`; p_incoming (S, H, BM, D), the states before segments;
-    p_initial (or None) and p_final (Q, H, M, D). CAREFUL, it reads p_final and mends y.
+    p_initial (or None) and p_final (Q, H, M, D). CAREFUL, it reads p_final and corrects y.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
@@ -258,7 +258,7 @@ def gradient_kernel(
     On the way it leaves `ChannelSums` p_sums, from which `mix_backward_kernel` makes the gradients
     of the weights. p_u, p_dy, p_du (B, T, H, D); p_mix a `Mix`; p_chunk_states (N, H, BM, D), the
     states before chunks; p_incoming (S, H, BM, D), the gradients of the states after segments;
-    p_dfinal (or None) and p_dinitial (Q, H, M, D). CAREFUL, it reads p_dinitial and mends du.
+    p_dfinal (or None) and p_dinitial (Q, H, M, D). CAREFUL, it reads p_dinitial and corrects du.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
