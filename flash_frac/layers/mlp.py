@@ -70,17 +70,18 @@ class GatedMLP(nn.Module):
 
     def _recomputes_product(self, gate: Tensor) -> bool:
         """Whether `_Down` stands for the rest: training on Triton, with a plain down_proj."""
-        down, device = self.down_proj, gate.device.type
-        if not has_plain_weight(down) or down.bias is not None or is_watched(down):
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # The compiler decides for itself what to keep.
             return False
-        autocast = torch.is_autocast_enabled(device)
+        down, device = self.down_proj, gate.device.type
         return (
-            torch.is_grad_enabled()
-            # The compiler decides for itself what to keep, and torch.func is refused by `swiglu`.
-            and not torch.compiler.is_compiling()
-            and not torch._C._are_functorch_transforms_active()
+            has_plain_weight(down)
+            and down.bias is None
+            and not is_watched(down)
             and uses_triton(self.backend, gate)
-            and gate.dtype == (torch.get_autocast_dtype(device) if autocast else down.weight.dtype)
+            # Refused by `swiglu`, with the remedy.
+            and not torch._C._are_functorch_transforms_active()
+            and gate.dtype == _linear_dtype(down.weight, device)
         )
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
@@ -98,6 +99,12 @@ class GatedMLP(nn.Module):
         weights = (self.gate_proj.weight, self.up_proj.weight)
         product = norm_swiglu(hidden, *weights, norm.weight, norm.eps)
         return linear(product, self.down_proj, residual=hidden)[:, None]
+
+
+def _linear_dtype(weight: Tensor, device: str) -> torch.dtype:
+    """The dtype of a linear layer's result: autocast's, or that of its weight."""
+    autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
 class _Down(torch.autograd.Function):
@@ -121,7 +128,7 @@ class _Down(torch.autograd.Function):
         dgate = dup = dweight = None
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (gate, up)]
-            product = swiglu(*leaves, ctx.backend)
+            product = swiglu(*leaves, backend=ctx.backend)
         if ctx.needs_input_grad[2]:
             rows, inputs = (x.detach().reshape(-1, x.shape[-1]) for x in (dy, product))
             dweight = (rows.t() @ inputs).to(weight.dtype)

@@ -8,6 +8,7 @@ Letters: B batch, T time, E width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def has_plain_weight(module: nn.Module) -> bool:
+def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear | CausalConv1d]:
     """Whether a layer is its weights and nothing else, such as an adapter.
 
     A weight of another class, such as one of integers and scales, is not what lies in its memory.

@@ -180,12 +180,12 @@ DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16,
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 4, 5])
+@pytest.mark.parametrize("batch", [2, 5])
 @torch.no_grad()
 def test_triton_takes_a_token_in_place(monkeypatch, batch, dtype):
     from tests.kernels.launches import watch
 
-    mlp, norm, x = token(batch, dtype, sizes=(40, 66))
+    mlp, norm, x = token(batch, dtype, sizes=(24, 33))
     assert mlp.steps_in_place(x, norm)
     weights = [w.double() for w in mlp.parameters()]
     normed = rms_norm(x.double(), norm.weight.double(), norm.eps)
