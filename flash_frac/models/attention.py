@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
-from flash_frac.layers import GatedMLP, RMSNorm
+from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
 from flash_frac.models.configuration import FracConfig
 
 
@@ -116,7 +116,7 @@ class AttentionBlock(GradientCheckpointingLayer):
         )
         if self.mlp is None:
             return hidden_states
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return add_mlp(hidden_states, self.post_attention_layernorm, self.mlp)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flash_frac.layers import FracMixer, GatedMLP, RMSNorm
+from flash_frac.layers import FracMixer, GatedMLP, RMSNorm, add_mlp
 from flash_frac.models.cache import read_state, write_state
 from flash_frac.models.configuration import FracConfig
 
@@ -66,7 +66,7 @@ class FracBlock(GradientCheckpointingLayer):
         hidden_states = self._mix(hidden_states, past_key_values, inputs)
         if self.mlp is None:
             return hidden_states
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        return add_mlp(hidden_states, self.mlp_norm, self.mlp)
 
     def _mix(self, hidden_states: Tensor, cache: Cache | None, inputs: dict[str, Any]) -> Tensor:
         state = None if cache is None else read_state(cache, self.layer_idx)
