@@ -15,6 +15,7 @@ from transformers import Cache, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from flash_frac.models.attention import needs_blocks
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.mixers import ATTENTION
@@ -117,10 +118,13 @@ class AttentionInputs:
         real = None if self.real is None else self.real[:, -num:]
         if "flash" in implementation:
             return real
-        plain = real is None and self.cu_seqlens is None and num <= window
-        # Causal attention, or one token that sees all.
-        if plain and self.num_tokens in (1, num) and implementation == "sdpa":
-            return None
+        plain = real is None and self.cu_seqlens is None and implementation == "sdpa"
+        # An exported program has one way for all lengths.
+        if plain and not torch.compiler.is_exporting():
+            # Causal attention, one token that sees all, or too many for a mask.
+            short = num <= window and self.num_tokens in (1, num)
+            if short or needs_blocks(self.num_tokens, window):
+                return None
         keys, queries = self._positions[:, None, -num:], self.position_ids[:, :, None]
         column = torch.arange(num, device=keys.device)
         column_of_query = column[-self.num_tokens :, None]
