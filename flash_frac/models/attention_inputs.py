@@ -187,6 +187,7 @@ class StaticAttentionInputs(AttentionInputs):
                     "attention_mask beside a static cache must cover all tokens, those before "
                     f"included: expected {seen} columns, got {self.real.shape[1]}"
                 )
+            check_static_padding(config, self.real)
         if position_ids is None and self.real is not None:
             position_ids = self.real.ne(0).cumsum(1)[:, -self.num_tokens :].sub(1).clamp_min(0)
         elif position_ids is None:
@@ -218,6 +219,19 @@ def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:
         return None
     slope = 1 / math.log(length) if slope is None else slope
     return 1 + slope * ((position_ids + 1) / length).log().clamp_min(0)
+
+
+def check_static_padding(config: FracConfig, mask: Tensor) -> None:
+    """ValueError for padding (B, P + T) that sliding layers of a static cache would take as tokens.
+
+    They keep the last W columns, which hold fewer than W real tokens if padding is among them.
+    """
+    if "sliding_attention" in config.layer_types and bool((mask.ne(0).int().diff(dim=1) < 0).any()):
+        raise ValueError(
+            "attention_mask must have padding on the left only, with a static cache in a model "
+            "with sliding_attention layers, whose window would count it; pad on the left, or leave "
+            "cache_implementation out"
+        )
 
 
 def check_cache(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:

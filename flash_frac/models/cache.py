@@ -257,7 +257,7 @@ class FracStaticCache(StaticCache):
 
     Other states have a fixed size anyway; attention layers get room for `max_cache_len` tokens, and
     sliding ones for those of their window. It does not note padding: with some, pass masks of all
-    tokens.
+    tokens; with sliding layers it must be on the left.
 
     Attributes:
         num_tokens: tokens seen, padding included; a tensor, so that a compiled step can count.

@@ -66,11 +66,12 @@ def written_out(attention, x, *, rotary=None, window=math.inf, length=None, slop
         ({"mixer_types": ["sliding_attention"], "sliding_window": 4}, {"window": 4}),
         (
             {
-                "mixer_types": ["sliding_attention"],
+                "mixer_types": ["sliding_attention", "attention"],
                 "sliding_window": 3,
                 "attention_positions": "none",
                 # Of full attention only: a window of fixed size needs none.
                 "attention_temperature_length": 2,
+                "num_hidden_layers": 2,
             },
             {"window": 3},
         ),
@@ -79,10 +80,8 @@ def written_out(attention, x, *, rotary=None, window=math.inf, length=None, slop
 )
 def test_attention_is_the_written_out_sum(fields, expected):
     """With padding inside too, where n counts real tokens."""
-    model = make_model(
-        num_hidden_layers=1,
-        **{"mixer_types": ["attention"], "attention_key_value_heads": 1, **fields},
-    ).model
+    base = {"num_hidden_layers": 1, "mixer_types": ["attention"], "attention_key_value_heads": 1}
+    model = make_model(**{**base, **fields}).model
     ids = torch.randint(3, 61, (1, 13), generator=torch.Generator().manual_seed(0))
     block, found = model.layers[0], []
     block.self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))

@@ -7,14 +7,15 @@ import torch
 from flash_frac.inference import FracStream, Generator
 from flash_frac.models import FracForCausalLM
 from tests.models.conftest import make_model
-from tests.models.hybrids import OPTIONS, make_hybrid
+from tests.models.hybrids import KINDS, OPTIONS, make_kind
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[make_model, make_hybrid])
+@pytest.fixture(params=["frac", *KINDS])
 def model(request):
-    return request.param(torch.float32)
+    kind = request.param
+    return make_model(torch.float32) if kind == "frac" else make_kind(kind, torch.float32)
 
 
 def assert_same(model, other, ids):
