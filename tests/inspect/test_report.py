@@ -165,7 +165,7 @@ def test_layers_have_their_numbers_in_the_model(tmp_path):
         "layer_02.svg",
     ]
     assert "Memory of layer 2" in (tmp_path / "layer_02.svg").read_text()
-    table = str(regrid(hybrid, num_modes=8)).splitlines()[2:]
+    table = str(regrid(hybrid, num_modes=8)).splitlines()[2:-1]
     assert [int(line.split()[0]) for line in table] == [0, 2]
 
 
