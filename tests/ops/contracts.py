@@ -1,17 +1,20 @@
 """Every operator as a function of tokens, for the contracts.
 
-Letters: B batch, T time, H heads, D head channels, M modes, K taps, N sequences.
+Letters: B batch, T time, H heads, D head channels, M modes or key channels, K taps, N sequences.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from flash_frac.ops import (
     ControlSettings,
     causal_conv,
     controls_from_logits,
+    delta_scan,
+    delta_step,
     frac_scan,
     frac_step,
     gated_norm,
@@ -82,6 +85,37 @@ def run_steps(inputs, backend, mask=None):
     return [torch.cat(outputs, 1)], state
 
 
+def draw_delta(batch, time, num):
+    """Keys of unit length; decays from one token to 1e4 of them."""
+    q, k = (F.normalize(normal(batch, time, H, M), dim=-1) for _ in range(2))
+    beta = torch.rand(batch, time, H, dtype=torch.float64)
+    log_decay = -torch.exp(-9 * torch.rand(batch, time, H, dtype=torch.float64))
+    tokens = [q, k, normal(batch, time, H, D), beta, log_decay]
+    return Inputs(tokens, [], normal(num, H, M, D))
+
+
+def delta_masked(tokens, mask):
+    """Padding of the delta rule: nothing is written, and nothing decays."""
+    if mask is None:
+        return tokens
+    return [*tokens[:3], *(x.masked_fill((mask == 0)[..., None], 0) for x in tokens[3:])]
+
+
+def run_delta(inputs, backend, cu_seqlens=None, mask=None):
+    options = {"initial_state": inputs.state, "cu_seqlens": cu_seqlens, "backend": backend}
+    y, state = delta_scan(*delta_masked(inputs.tokens, mask), **options)
+    return [y], state
+
+
+def run_delta_steps(inputs, backend, mask=None):
+    tokens, state = delta_masked(inputs.tokens, mask), inputs.state
+    outputs = [inputs.tokens[2][:, :0]]
+    for t in range(tokens[0].shape[1]):
+        y, state = delta_step(*(x[:, t] for x in tokens), state, backend=backend)
+        outputs.append(y[:, None])
+    return [torch.cat(outputs, 1)], state
+
+
 def draw_controls(batch, time, num):
     logits = [3 * normal(batch, time, 3 * H), normal(batch, time, 2 * H * M)]
     log_tau = torch.linspace(0, 11, M, dtype=torch.float64)
@@ -126,6 +160,8 @@ CONTRACTS = {
     "scan": Contract(draw_scan, run_scan, run_scan, begins=True),
     # One after the other, steps are the scan.
     "step": Contract(draw_scan, run_steps, run_scan, packs=False),
+    "delta": Contract(draw_delta, run_delta, run_delta, begins=True),
+    "delta_step": Contract(draw_delta, run_delta_steps, run_delta, packs=False),
     "controls": Contract(draw_controls, run_controls, run_controls),
     "conv": Contract(draw_conv, run_conv, run_conv, begins=True),
     "norm": Contract(draw_norm, run_norm, run_norm),
