@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flash_frac.ops.control.reference import torch_controls
 from flash_frac.ops.conv.reference import torch_conv
+from flash_frac.ops.delta.chunk import chunk_delta
 from flash_frac.ops.delta.reference import delta_step, recurrent_delta
 from flash_frac.ops.norm.reference import torch_gated_norm, torch_norm
 from flash_frac.ops.scan.chunk import chunk_scan
@@ -58,7 +59,7 @@ class Backend(NamedTuple):
     scan: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., tuple[Tensor, Tensor]]
     refusal: Callable[[Tensor], str | None]
-    delta: Callable[..., tuple[Tensor, Tensor]] = recurrent_delta
+    delta: Callable[..., tuple[Tensor, Tensor]] = chunk_delta
     delta_step: Callable[..., tuple[Tensor, Tensor]] = delta_step
     controls: Callable[..., Any] = torch_controls
     conv: Callable[..., tuple[Tensor, Tensor]] = torch_conv

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from flash_frac.ops import (
     ControlSettings,
@@ -20,7 +19,7 @@ from flash_frac.ops import (
     gated_norm,
     norm,
 )
-from flash_frac.ops.testing import random_inputs
+from flash_frac.ops.testing import random_delta_inputs, random_inputs
 
 H, D, M, K = 2, 9, 8, 4
 
@@ -86,12 +85,9 @@ def run_steps(inputs, backend, mask=None):
 
 
 def draw_delta(batch, time, num):
-    """Keys of unit length; decays from one token to 1e4 of them."""
-    q, k = (F.normalize(normal(batch, time, H, M), dim=-1) for _ in range(2))
-    beta = torch.rand(batch, time, H, dtype=torch.float64)
-    log_decay = -torch.exp(-9 * torch.rand(batch, time, H, dtype=torch.float64))
-    tokens = [q, k, normal(batch, time, H, D), beta, log_decay]
-    return Inputs(tokens, [], normal(num, H, M, D))
+    seed = int(torch.randint(2**31, ()))
+    tokens = random_delta_inputs(batch, time, H, M, D, dtype=torch.float64, seed=seed)
+    return Inputs(list(tokens), [], normal(num, H, M, D))
 
 
 def delta_masked(tokens, mask):
