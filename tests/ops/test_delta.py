@@ -68,8 +68,7 @@ def test_keys_that_repeat_cost_no_digits():
     tensors[4] = torch.zeros_like(tensors[4])
     got, usual = (with_gradients(scan(name), tensors) for name in ("torch", "recurrent"))
     exact = with_gradients(scan("recurrent"), widen(tensors))
-    # The decay's gradient would be zero: what is kept is overwritten.
-    assert_all_as_good(got[:-2], usual[:-2], exact[:-2])
+    assert_all_as_good(got, usual, exact)
 
 
 def test_inverse_by_doubling():
@@ -157,8 +156,12 @@ DECAYS = [0.0, -1e-6, -1.0, -1e3, -1e6, -1e9, -1e30, -torch.inf]
 @pytest.mark.parametrize("backend", backends_here())
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_whole_range_of_decays(backend, decay):
-    """One token in 16 forgets so much: outputs, state and gradients against float64."""
-    tensors = draw(1, 100, 2, 8, 4, dtype=torch.float32, device=DEVICE)
+    """One token in 16 forgets so much: outputs, state and gradients against float64.
+
+    With 16 key channels: a chunk overwrites a state of 8 four times, and its sums over tokens,
+    which cancel then, cost the initial state's gradient 1.2 times what the rule allows.
+    """
+    tensors = draw(1, 100, 2, 16, 8, dtype=torch.float32, device=DEVICE)
     tensors[4][:, ::16] = decay
     exact = with_gradients(scan("recurrent"), widen(tensors))
     assert all(x.isfinite().all() for x in exact)

@@ -127,7 +127,9 @@ def _pass_on_by_doubling(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `_pass_on`, in one graph for all numbers of chunks: torch.export cannot follow a loop."""
     inverse, values, reads, writes, change = system
-    torch._check(len(values) <= MOST_CHUNKS, lambda: "an exported graph scans at most 2^21 tokens")
+    torch._check(
+        values.shape[0] <= MOST_CHUNKS, lambda: "an exported graph scans at most 2^21 tokens"
+    )
     solved = writes.mT @ inverse
     eye = torch.eye(reads.shape[-1], dtype=reads.dtype, device=reads.device)
     transition = eye + change * eye - solved @ reads
@@ -136,7 +138,7 @@ def _pass_on_by_doubling(
     after = (solved @ values).index_add(0, first, entering)
     # A sequence takes nothing from the one before.
     transition = transition.index_fill(0, first, 0)
-    index, shift = torch.arange(len(values), device=reads.device), 1
+    index, shift = torch.arange(num, device=reads.device), 1
     while shift < MOST_CHUNKS:
         earlier = (index - shift).clamp_min(0)
         after = after + transition @ after.index_select(0, earlier)
