@@ -127,9 +127,8 @@ def _pass_on_by_doubling(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `_pass_on`, in one graph for all numbers of chunks: torch.export cannot follow a loop."""
     inverse, values, reads, writes, change = system
-    torch._check(
-        values.shape[0] <= MOST_CHUNKS, lambda: "an exported graph scans at most 2^21 tokens"
-    )
+    num = values.shape[0]
+    torch._check(num <= MOST_CHUNKS, lambda: "an exported graph scans at most 2^21 tokens")
     solved = writes.mT @ inverse
     eye = torch.eye(reads.shape[-1], dtype=reads.dtype, device=reads.device)
     transition = eye + change * eye - solved @ reads
