@@ -1,17 +1,22 @@
-"""Modules of torch alone: the mixer, its state and its norms."""
+"""Modules of torch alone: the mixers, their state and their norms."""
 
+from flash_frac.layers.base import RecurrentMixer
+from flash_frac.layers.delta import DELTA_TIME_PARAMETERS, DeltaMixer
 from flash_frac.layers.mixer import TIME_PARAMETERS, FracMixer
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import ConvOutput, causal_conv, rms_norm
 
 __all__ = [
+    "DELTA_TIME_PARAMETERS",
     "TIME_PARAMETERS",
     "ConvOutput",
+    "DeltaMixer",
     "FracMixer",
     "GatedRMSNorm",
     "MixerState",
     "RMSNorm",
+    "RecurrentMixer",
     "causal_conv",
     "rms_norm",
 ]

@@ -11,15 +11,17 @@ Letters: B batch, T time, E width, H heads, D head channels, I = H D, M modes, K
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flash_frac.layers.base import RecurrentMixer
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
+from flash_frac.layers.plain import is_plain, is_watched
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import (
     Controls,
@@ -54,7 +56,7 @@ class MixerInputs(NamedTuple):
     window: Tensor
 
 
-class FracMixer(nn.Module):
+class FracMixer(RecurrentMixer):
     """A selective state-space layer with power-law memory.
 
     Args:
@@ -198,25 +200,7 @@ class FracMixer(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.ones_(self.out_norm.weight)
-        for name, value in self.initial_time_values().items():
-            if (tensor := getattr(self, name)) is not None:
-                tensor.copy_(value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FracMixer:
-        """As in nn.Module, except that no cast takes the tensors that carry time below float32.
-
-        They are exactly the tensors this module owns itself; the rest belongs to its children.
-        """
-
-        def keep_precision(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            narrowed = result.is_floating_point() and result.dtype.itemsize < 4
-            return tensor.to(result.device) if narrowed else result
-
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        return super()._apply(keep_precision, recurse=False)
+        self.reset_time()
 
     def forward(
         self,
@@ -274,7 +258,7 @@ class FracMixer(nn.Module):
         elapsed: Tensor | None = None,
     ) -> MixerInputs:
         """Projection, convolution and controls: all that comes before the scan, as in `forward`."""
-        check_inputs(self, x, state, attention_mask, cu_seqlens, elapsed)
+        check_inputs(self, {"conv1d": self.conv1d}, x, state, attention_mask, cu_seqlens, elapsed)
         inner_x, gate = self.in_proj(x).chunk(2, -1)
         before = None if state is None else state.conv
         if self.context_group is not None:
@@ -334,8 +318,8 @@ class FracMixer(nn.Module):
             and uses_triton(norm.backend, x)
             and self.settings.prior == "asymptotic"
             and self.context_group is None
-            and all(_is_plain(part, x) for part in parts)
-            and not any(_is_watched(module) for module in (norm, self, self.out_norm, *parts))
+            and all(is_plain(part, x) for part in parts)
+            and not any(is_watched(module) for module in (norm, self, self.out_norm, *parts))
         )
 
     def step_in_place(
@@ -368,24 +352,6 @@ class FracMixer(nn.Module):
             mask=mask,
         )
         return _linear(gated.flatten(1), self.out_proj, self.out_norm, hidden)[:, None]
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether something waits for this module to be called: a hook, or offloading."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
-
-
-def _is_plain(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its weights and nothing else, such as an adapter.
-
-    A weight of another class, such as one of integers and scales, is not what lies in its memory.
-    """
-    return (
-        type(module) in (nn.Linear, CausalConv1d)
-        and type(module.weight) in (Tensor, nn.Parameter)
-        and module.weight.dtype == x.dtype
-        and module.weight.device == x.device
-    )
 
 
 def _linear(

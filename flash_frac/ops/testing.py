@@ -74,7 +74,8 @@ class DeltaInputs(NamedTuple):
     def to(self, dtype: torch.dtype) -> DeltaInputs:
         """All in `dtype`, but log_decay never below float32."""
         wide = torch.promote_types(dtype, torch.float32)
-        return DeltaInputs(*(x.to(dtype) for x in self[:4]), self.log_decay.to(wide))
+        q, k, v, beta = (x.to(dtype) for x in self[:4])
+        return DeltaInputs(q, k, v, beta, self.log_decay.to(wide))
 
 
 def random_delta_inputs(

@@ -46,16 +46,17 @@ def recurrent_delta(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Backend "recurrent" of `delta_scan`: the same arguments."""
-    state = zero_state(v, k, cu_seqlens) if initial_state is None else initial_state
-    tokens = (q, k, v, beta, log_decay)
+    if initial_state is None:
+        initial_state = zero_state(v, k, cu_seqlens)
     if cu_seqlens is not None:
-        parts = [
-            recurrent_delta(*(x[:, start:end] for x in tokens), state[n : n + 1], None)
-            for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
+        parts = []
+        for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            q_n, k_n, v_n, beta_n, decay_n = (x[:, start:end] for x in (q, k, v, beta, log_decay))
+            state = initial_state[n : n + 1]
+            parts.append(recurrent_delta(q_n, k_n, v_n, beta_n, decay_n, state, None))
         return torch.cat([y for y, _ in parts], 1), torch.cat([state for _, state in parts])
-    outputs = []
+    state, outputs = initial_state, []
     for t in range(v.shape[1]):
-        y, state = delta_step(*(x[:, t] for x in tokens), state)
+        y, state = delta_step(q[:, t], k[:, t], v[:, t], beta[:, t], log_decay[:, t], state)
         outputs.append(y)
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state
