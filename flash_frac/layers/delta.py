@@ -117,14 +117,14 @@ class DeltaMixer(RecurrentMixer):
         self.v_proj = nn.Linear(hidden_size, values, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        for name, value in self.initial_time_values().items():
+            self.register_parameter(name, nn.Parameter(value))
         self.q_conv1d = CausalConv1d(keys, conv_kernel, bias=False)
         self.k_conv1d = CausalConv1d(keys, conv_kernel, bias=False)
         self.v_conv1d = CausalConv1d(values, conv_kernel, bias=False)
         self.g_proj = nn.Linear(hidden_size, values, bias=False)
         self.o_norm = RMSNorm(self.value_dim, norm_eps, backend=backend)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
-        for name, value in self.initial_time_values().items():
-            self.register_parameter(name, nn.Parameter(value))
         if initializer_range is not None:
             self.reset_parameters()
 
