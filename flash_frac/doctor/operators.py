@@ -27,9 +27,18 @@ from torch.func import functional_call
 from flash_frac.doctor import REPORT_IT, Finding
 from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.layers.norm import GatedRMSNorm
-from flash_frac.ops import BACKENDS, Controls, ControlSettings, causal_conv, frac_scan, frac_step
+from flash_frac.ops import (
+    BACKENDS,
+    Controls,
+    ControlSettings,
+    causal_conv,
+    delta_scan,
+    delta_step,
+    frac_scan,
+    frac_step,
+)
 from flash_frac.ops.loss import linear_cross_entropy
-from flash_frac.ops.testing import random_inputs, relative_error
+from flash_frac.ops.testing import random_delta_inputs, random_inputs, relative_error
 
 HEADS, MODES, CHANNELS, TAPS = 2, 16, 16, 4
 
@@ -74,6 +83,9 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
             "scan": scans,
             "packed scan": [packed] * 3,
             "step": [step] * 3,
+            "delta rule": [partial(delta, time=20 if interpreted else 100)] * 3,
+            "packed delta rule": [partial(delta, time=sum(lengths), lengths=lengths)] * 3,
+            "delta step": [one_delta_step] * 3,
             "controls": [control] * 3,
             "convolution": [convolution] * 3,
             "packed convolution": [partial(convolution, lengths=lengths)] * 3,
@@ -177,18 +189,34 @@ def scan(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
     inputs = random_inputs(
         *sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device, rho_eps=1e-6
     )
+    return _from_states(draw, frac_scan, inputs._asdict(), lengths)
+
+
+def delta(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
+    """The delta rule on a row, or on sequences packed in one, from a state."""
+    sizes = (1, time, HEADS, MODES, CHANNELS)
+    inputs = random_delta_inputs(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
+    return _from_states(draw, delta_scan, inputs._asdict(), lengths)
+
+
+def _from_states(
+    draw: Draw,
+    operator: Callable[..., Any],
+    inputs: dict[str, Tensor],
+    lengths: list[int] | None,
+) -> Case:
     cu_seqlens = None
     if lengths is not None:
         cu_seqlens = torch.tensor([0, *lengths], device=draw.device).cumsum(0)
-    state = draw.normal(len(lengths or [time]), HEADS, MODES, CHANNELS).float()
+    state = draw.normal(len(lengths or [1]), HEADS, MODES, CHANNELS).float()
 
     def of(backend: str) -> Callable[..., Any]:
-        return lambda *x: frac_scan(
-            *x[:4], initial_state=x[4], cu_seqlens=cu_seqlens, backend=backend
+        return lambda *x: operator(
+            *x[:-1], initial_state=x[-1], cu_seqlens=cu_seqlens, backend=backend
         )
 
     simpler = "torch" if draw.backend == "triton" else "recurrent"
-    given = {**inputs._asdict(), "initial_state": state}
+    given = {**inputs, "initial_state": state}
     return Case(of(draw.backend), of(simpler), of("recurrent"), given, ("y", "state"))
 
 
@@ -205,6 +233,23 @@ def step(draw: Draw) -> Case:
         return (r * state).sum(-2).to(u.dtype), state
 
     return Case(partial(frac_step, backend=draw.backend), plain, plain, given, ("y", "new state"))
+
+
+def one_delta_step(draw: Draw) -> Case:
+    """One token of four sequences, by the delta rule."""
+    sizes = (4, 1, HEADS, MODES, CHANNELS)
+    inputs = random_delta_inputs(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
+    given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
+    given["state"] = draw.normal(4, HEADS, MODES, CHANNELS).float()
+
+    def plain(*x: Tensor) -> Any:
+        q, k, v, beta, log_decay, state = (t.to(x[-1].dtype) for t in x)
+        state = log_decay.exp()[..., None, None] * state
+        write = beta[..., None] * (v - torch.einsum("bhk,bhkd->bhd", k, state))
+        state = state + k[..., None] * write[..., None, :]
+        return torch.einsum("bhk,bhkd->bhd", q, state).to(x[2].dtype), state
+
+    return Case(partial(delta_step, backend=draw.backend), plain, plain, given, ("y", "new state"))
 
 
 class _ControlsAlone(FracMixer):
