@@ -36,6 +36,7 @@ from flash_frac.ops import (
     delta_step,
     frac_scan,
     frac_step,
+    swiglu,
 )
 from flash_frac.ops.loss import linear_cross_entropy
 from flash_frac.ops.testing import random_delta_inputs, random_inputs, relative_error
@@ -75,22 +76,25 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
             continue
         interpreted = backend == "triton" and device == "cpu"
         lengths = [1, 0, 12, 7] if interpreted else [1, 0, 63, 36]
-        packed = partial(scan, time=sum(lengths), lengths=lengths)
-        scans = [partial(scan, time=20 if interpreted else 100)] * 3
+        scan = partial(sequences, operator=frac_scan, random=partial(random_inputs, rho_eps=1e-6))
+        delta = partial(sequences, operator=delta_scan, random=random_delta_inputs)
+        time, packed = 20 if interpreted else 100, {"time": sum(lengths), "lengths": lengths}
+        scans = [partial(scan, time=time)] * 3
         if not quick and not interpreted:
             scans.append(partial(scan, time=1000))
         cases = {
             "scan": scans,
-            "packed scan": [packed] * 3,
+            "packed scan": [partial(scan, **packed)] * 3,
             "step": [step] * 3,
-            "delta rule": [partial(delta, time=20 if interpreted else 100)] * 3,
-            "packed delta rule": [partial(delta, time=sum(lengths), lengths=lengths)] * 3,
+            "delta rule": [partial(delta, time=time)] * 3,
+            "packed delta rule": [partial(delta, **packed)] * 3,
             "delta step": [one_delta_step] * 3,
             "controls": [control] * 3,
             "convolution": [convolution] * 3,
             "packed convolution": [partial(convolution, lengths=lengths)] * 3,
             "norm": [norm] * 3,
             "gated norm": [gated_norm] * 3,
+            "swiglu": [gated_product] * 3,
         }
         # One form for all devices, which is no part of a backend.
         cases |= {"cross-entropy": [cross_entropy] * 3} if backend == "torch" else {}
@@ -183,28 +187,17 @@ def errors(case: Case, normal: Callable[..., Tensor]) -> dict[str, tuple[float, 
     return found
 
 
-def scan(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
-    """A row, or sequences packed in one, from a state."""
-    sizes = (1, time, HEADS, MODES, CHANNELS)
-    inputs = random_inputs(
-        *sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device, rho_eps=1e-6
-    )
-    return _from_states(draw, frac_scan, inputs._asdict(), lengths)
-
-
-def delta(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
-    """The delta rule on a row, or on sequences packed in one, from a state."""
-    sizes = (1, time, HEADS, MODES, CHANNELS)
-    inputs = random_delta_inputs(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
-    return _from_states(draw, delta_scan, inputs._asdict(), lengths)
-
-
-def _from_states(
+def sequences(
     draw: Draw,
     operator: Callable[..., Any],
-    inputs: dict[str, Tensor],
-    lengths: list[int] | None,
+    random: Callable[..., Any],
+    *,
+    time: int,
+    lengths: list[int] | None = None,
 ) -> Case:
+    """A row, or sequences packed in one, from a state; `random` draws an operator's inputs."""
+    sizes = (1, time, HEADS, MODES, CHANNELS)
+    inputs = random(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
     cu_seqlens = None
     if lengths is not None:
         cu_seqlens = torch.tensor([0, *lengths], device=draw.device).cumsum(0)
@@ -216,16 +209,21 @@ def _from_states(
         )
 
     simpler = "torch" if draw.backend == "triton" else "recurrent"
-    given = {**inputs, "initial_state": state}
+    given = {**inputs._asdict(), "initial_state": state}
     return Case(of(draw.backend), of(simpler), of("recurrent"), given, ("y", "state"))
+
+
+def _one_token(draw: Draw, random: Callable[..., Any]) -> dict[str, Tensor]:
+    """Inputs of one token of four sequences, and their states."""
+    sizes = (4, 1, HEADS, MODES, CHANNELS)
+    inputs = random(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
+    given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
+    return {**given, "state": draw.normal(4, HEADS, MODES, CHANNELS).float()}
 
 
 def step(draw: Draw) -> Case:
     """One token of four sequences."""
-    sizes = (4, 1, HEADS, MODES, CHANNELS)
-    inputs = random_inputs(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
-    given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
-    given["state"] = draw.normal(4, HEADS, MODES, CHANNELS).float()
+    given = _one_token(draw, random_inputs)
 
     def plain(u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor) -> Any:
         r, w, v = (x.to(state.dtype)[..., None] for x in (read, write, u))
@@ -237,10 +235,7 @@ def step(draw: Draw) -> Case:
 
 def one_delta_step(draw: Draw) -> Case:
     """One token of four sequences, by the delta rule."""
-    sizes = (4, 1, HEADS, MODES, CHANNELS)
-    inputs = random_delta_inputs(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
-    given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
-    given["state"] = draw.normal(4, HEADS, MODES, CHANNELS).float()
+    given = _one_token(draw, random_delta_inputs)
 
     def plain(*x: Tensor) -> Any:
         q, k, v, beta, log_decay, state = (t.to(x[-1].dtype) for t in x)
@@ -365,6 +360,21 @@ def gated_norm(draw: Draw) -> Case:
         "D": draw.normal(6, 16).float(),
         "u": draw.normal(2, 30, 6, 16).to(draw.dtype),
     }
+    return Case(operator, plain, plain, given, ("y",))
+
+
+def gated_product(draw: Draw) -> Case:
+    """The middle of an MLP, whose gate and up are halves of one tensor."""
+
+    def operator(both: Tensor) -> Any:
+        return [swiglu(*both.chunk(2, -1), backend=draw.backend)]
+
+    def plain(both: Tensor) -> Any:
+        wide = torch.promote_types(both.dtype, torch.float32)
+        gate, up = both.to(wide).chunk(2, -1)
+        return [(gate / (1 + torch.exp(-gate)) * up).to(both.dtype)]
+
+    given = {"gate and up": 2 * draw.normal(60, 192).to(draw.dtype)}
     return Case(operator, plain, plain, given, ("y",))
 
 

@@ -1,8 +1,9 @@
-"""Modules of torch alone: the mixers, their state and their norms."""
+"""Modules of torch alone: the mixers, their state and their norms, and the MLP after them."""
 
 from flash_frac.layers.base import RecurrentMixer
 from flash_frac.layers.delta import DELTA_TIME_PARAMETERS, DeltaMixer
 from flash_frac.layers.mixer import TIME_PARAMETERS, FracMixer
+from flash_frac.layers.mlp import GatedMLP, add_mlp
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import ConvOutput, causal_conv, rms_norm
@@ -13,10 +14,12 @@ __all__ = [
     "ConvOutput",
     "DeltaMixer",
     "FracMixer",
+    "GatedMLP",
     "GatedRMSNorm",
     "MixerState",
     "RMSNorm",
     "RecurrentMixer",
+    "add_mlp",
     "causal_conv",
     "rms_norm",
 ]

@@ -27,7 +27,7 @@ from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import RMSNorm
 from flash_frac.layers.plain import can_join, joined_linear
 from flash_frac.layers.state import MixerState
-from flash_frac.ops import causal_conv, delta_scan, delta_step
+from flash_frac.ops import causal_conv, delta_scan, delta_step, swiglu, uses_triton
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -185,7 +185,7 @@ class DeltaMixer(RecurrentMixer):
             y, recurrent = delta_scan(
                 *inputs[:5], initial_state=recurrent, cu_seqlens=cu_seqlens, backend=self.backend
             )
-        y = self.o_norm(y).flatten(-2) * F.silu(self.g_proj(x))
+        y = swiglu(self.g_proj(x), self.o_norm(y).flatten(-2), self.backend)
         return self.o_proj(y), MixerState(recurrent, inputs.window)
 
     def scan_inputs(
@@ -218,6 +218,27 @@ class DeltaMixer(RecurrentMixer):
             beta, log_decay = (gate.masked_fill(padding, 0) for gate in (beta, log_decay))
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in u.split(sizes, -1))
         return DeltaInputs(_unit(q, self.head_dim**-0.5), _unit(k), v, beta, log_decay, window)
+
+    def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
+        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, Triton."""
+        return (
+            x.shape[1] == 1
+            and not torch.is_grad_enabled()
+            and uses_triton(self.backend, x)
+            and self.context_group is None
+        )
+
+    def step_in_place(
+        self, x: Tensor, norm: RMSNorm, state: MixerState, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """x + mixer(norm(x)) for one token (B, 1, E); `state` becomes the next state.
+
+        Its memory stays where it is, as a CUDA graph needs it. All modules are called.
+        """
+        y, after = self(norm(x), state=state, attention_mask=attention_mask)
+        state.recurrent.copy_(after.recurrent)
+        state.conv.copy_(after.conv)
+        return x + y
 
     def _convolve(
         self, qkv: Tensor, sizes: list[int], window: Tensor | None, options: dict

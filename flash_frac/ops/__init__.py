@@ -20,6 +20,7 @@ from flash_frac.ops.delta.api import delta_scan, delta_step
 from flash_frac.ops.norm.api import gated_norm, norm
 from flash_frac.ops.norm.reference import rms_norm
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, frac_scan, frac_step
+from flash_frac.ops.swiglu.api import swiglu
 
 __all__ = [
     "BACKENDS",
@@ -45,5 +46,6 @@ __all__ = [
     "norm",
     "resolve_backend",
     "rms_norm",
+    "swiglu",
     "uses_triton",
 ]

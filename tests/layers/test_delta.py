@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flash_frac.layers import DELTA_TIME_PARAMETERS, DeltaMixer
+from flash_frac.layers import DELTA_TIME_PARAMETERS, DeltaMixer, RMSNorm
 from flash_frac.ops import delta_scan
 from tests.backends import DEVICE, backends_here, dtype_of
 
@@ -75,6 +75,23 @@ def test_any_split_is_the_whole(mixer, cuts):
     torch.testing.assert_close(torch.cat(parts, 1), whole)
     torch.testing.assert_close(state.recurrent, final.recurrent)
     torch.testing.assert_close(state.conv, final.conv)
+
+
+@torch.no_grad()
+def test_a_step_in_place_is_a_step(mixer):
+    """The state stays in its memory, also where rows have ended."""
+    x, norm = normal(mixer, 2, 6, E), RMSNorm(E).to(normal(mixer, 1))
+    _, state = mixer(norm(x[:, :5]))
+    mask = torch.tensor([[1], [0]], device=DEVICE)
+    expected, after = mixer(norm(x[:, 5:]), state=state, attention_mask=mask)
+    addresses = [tensor.data_ptr() for tensor in state]
+    y = mixer.step_in_place(x[:, 5:], norm, state, mask)
+    torch.testing.assert_close(y, x[:, 5:] + expected)
+    assert [tensor.data_ptr() for tensor in state] == addresses
+    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+    triton = mixer.backend == "triton"
+    assert mixer.steps_in_place(x[:, :1], norm) == triton
+    assert not mixer.steps_in_place(x, norm)
 
 
 def test_causality(mixer):
