@@ -1,9 +1,11 @@
 """transformers' ModelTesterMixin and GenerationTesterMixin around pure and mixed Frac models."""
 
 import unittest
+from unittest import mock
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from flash_frac.models import (
     FracConfig,
@@ -27,6 +29,14 @@ for table, model_class in (
 ):
     table["frac"] = model_class.__name__
 ModelTesterMixin, GenerationTesterMixin = common.ModelTesterMixin, common.GenerationTesterMixin
+
+
+def set_what_fits(config, name, value):
+    """The mixins set `sliding_window` of any configuration that has the field."""
+    slides = "sliding_attention" in (getattr(config, "mixer_types", None) or [])
+    PreTrainedConfig.__setattr__(
+        config, name, None if name == "sliding_window" and not slides else value
+    )
 
 
 class FracModelTester:
@@ -73,6 +83,7 @@ class FracTests:
     all_model_classes = (FracModel, FracForCausalLM, FracForSequenceClassification)
 
     def setUp(self):
+        self.enterContext(mock.patch.object(FracConfig, "__setattr__", set_what_fits))
         self.model_tester = self.model_tester_class(self)
 
     def _get_conv_state_shape(self, batch_size, config):
