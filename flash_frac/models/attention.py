@@ -74,14 +74,7 @@ class Attention(Qwen3Attention):
             position_embeddings: cosines and sines of rotary positions; None for no positions.
             query_scale: (B or 1, T), factors of the queries; 1 if None.
         """
-        shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if query_scale is not None:
-            q = (q * query_scale[:, None, :, None]).to(q.dtype)
+        q, k, v = self.project(hidden_states, position_embeddings, query_scale)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         implementation = self.config._attn_implementation or "eager"
@@ -98,7 +91,24 @@ class Attention(Qwen3Attention):
             y, weights = attend_in_blocks(attend, q, k, v, window), None
         else:
             y, weights = attend(q, k, v, attention_mask)
-        return self.o_proj(y.reshape(*shape[:2], -1)), weights
+        return self.o_proj(y.reshape(*hidden_states.shape[:2], -1)), weights
+
+    def project(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        query_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, heads, T, D), keys and values (B, key heads, T, D), as in `forward`."""
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if query_scale is not None:
+            q = (q * query_scale[:, None, :, None]).to(q.dtype)
+        return q, k, v
 
 
 class AttentionBlock(GradientCheckpointingLayer):

@@ -18,8 +18,8 @@ from flash_frac.inspect import (
     memory_statistics,
     write_report,
 )
+from flash_frac.inspect.figures import draw_layer
 from flash_frac.inspect.statistics import visit_layers
-from flash_frac.inspect.write import draw_layer
 from flash_frac.models import FracConfig, FracForCausalLM, regrid
 from tests.tiny import tiny_config
 
