@@ -275,6 +275,15 @@ class FracStaticCache(StaticCache):
         """Tokens seen, padding included."""
         return self.num_tokens
 
+    @property
+    def is_sliding(self) -> list[bool | None]:  # pyright: ignore
+        """By layer; None of layers with a state: masks take their size from the first False."""
+        kinds = [hasattr(layer, "recurrent_states") for layer in self.layers]
+        return [
+            None if has_state else slides
+            for has_state, slides in zip(kinds, super().is_sliding, strict=True)
+        ]
+
     def place(self, device: torch.device) -> None:
         """Count on this device, on which the model runs."""
         if self.num_tokens.device != device:

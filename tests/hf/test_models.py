@@ -136,8 +136,23 @@ class NoPositionsTest(MixedModelTests, ModelTesterMixin, GenerationTesterMixin, 
 
 
 class SlidingTest(MixedModelTests, ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
-    model_tester_class = tester(mixer_types=["frac", "sliding_attention"], sliding_window=4)
+    """The mixins expect caches that are not full yet; where they test windows they set one of 2."""
+
+    model_tester_class = tester(mixer_types=["frac", "sliding_attention"], sliding_window=64)
 
 
 class TransformerTest(MixedModelTests, ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     model_tester_class = tester(mixer_types=["attention"], mlp_intermediate_size=40)
+
+
+class DeltaTest(MixedModelTests, ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
+    model_tester_class = tester(mixer_types=["delta", "attention"], attention_positions="none")
+
+    def _get_conv_state_shape(self, batch_size, config):
+        keys = config.delta_num_heads * config.delta_head_dim
+        channels = (2 + int(config.delta_expand_v)) * keys
+        return (batch_size, channels, config.delta_conv_kernel - 1)
+
+    def _get_recurrent_state_shape(self, batch_size, config):
+        heads, keys = config.delta_num_heads, config.delta_head_dim
+        return (batch_size, heads, keys, int(config.delta_expand_v * keys))
