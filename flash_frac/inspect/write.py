@@ -27,7 +27,7 @@ from flash_frac.inspect.statistics import check_model
 from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
 logger = logging.getLogger(__name__)
-_PARTS = ("page.html", "page.css", "charts.js", "page.js")
+_PARTS = ("page.html", "page.css", "charts.js", "overview.js", "page.js")
 
 
 def write_report(report: MemoryReport, folder: str | Path) -> Path:
