@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_frac.drawing import FAINT, FOURTH, GREY, OTHER, OURS, PALE, THIRD, figure_at
+from flash_frac.drawing import FAINT, FOURTH, GREY, OTHER, OURS, PALE, THIRD, figure_at, short
 from flash_frac.extras import require
 from flash_frac.inspect.fits import Fit
 from flash_frac.inspect.records import LayerReport, MemoryReport
@@ -112,7 +112,9 @@ def draw_horizon(path: str | Path, report: MemoryReport) -> None:
     Example: `draw_horizon("horizon.svg", report)`
     """
     numbers = [layer.number for layer in report.layers]
-    with figure_at(path, (5.6, 3.6), [1]) as (_, axes):
+    present = [kind for kind in TYPES if any(x.type == kind for x in report.layers)]
+    mixed = len(present) > 1
+    with figure_at(path, (7.6 if mixed else 5.6, 3.6), [1]) as (_, axes):
         for layer in report.layers:
             reach = [max(head.horizon.half, 0.1) for head in layer.heads]
             axes[0].plot([layer.number] * len(reach), reach, ".", color=PALE, ms=4, zorder=1)
@@ -128,11 +130,12 @@ def draw_horizon(path: str | Path, report: MemoryReport) -> None:
         axes[0].set(xlabel="layer", ylabel="tokens", title="Reach of the memory")
         axes[0].xaxis.get_major_locator().set_params(integer=True)
         axes[0].axhline(report.lags[-1], color=FAINT, lw=1, zorder=0)
-        present = [kind for kind in TYPES if any(x.type == kind for x in report.layers)]
-        for kind in present if len(present) > 1 else ():
+        for kind in present if mixed else ():
             name, _, mark = TYPES[kind]
             axes[0].plot([], [], mark, color=GREY, ms=4, label=name)
-        axes[0].legend(frameon=False, ncols=2 if len(present) > 1 else 1)
+        # Layers of several types leave no corner free.
+        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if mixed else {}
+        axes[0].legend(frameon=False, **beside)
 
 
 def _modes(figure: Any, panels: Sequence[Any], seen: LayerReport) -> None:
@@ -151,8 +154,8 @@ def _gates(panels: Sequence[Any], seen: LayerReport) -> None:
             panel.plot([low, high], [h, h], color=PALE, lw=1.2)
             panel.plot([first, third], [h, h], color=THIRD, lw=4, solid_capstyle="butt")
             panel.plot(median, h, "|", color="white", ms=7)
-        panel.set_xscale("log")
-        panel.invert_yaxis()
+        panel.set_xscale("log" if name == "half_life" else "linear")
+        panel.set_ylim(len(seen.heads) - 0.5, -0.5)
         panel.yaxis.get_major_locator().set_params(integer=True)
         panel.set(xlabel=label, ylabel="head", title=f"{label.split(',')[0].capitalize()} by head")
 
@@ -161,9 +164,9 @@ def _distances(figure: Any, panels: Sequence[Any], seen: LayerReport) -> None:
     """Shares of the weight by distance, of the layer and of each head."""
     assert seen.distances is not None
     edges, distances = seen.edges["distance"], seen.distances
-    names = ["0", *(f"{edge:,.0f}" for edge in edges[1:-1])]
+    names = [short(int(edge)) for edge in edges[:-1]]
     panels[0].bar(range(len(names)), distances.shares, color=TYPES[seen.type][1])
-    ticks = range(0, len(names), max(1, len(names) // 6))
+    ticks = range(0, len(names), -(-len(names) // 6))
     panels[0].set_xticks(list(ticks), [names[n] for n in ticks])
     panels[0].set(
         xlabel="distance from, tokens",
@@ -230,7 +233,7 @@ def _heat(
     mesh = axes.pcolormesh(values, cmap=shades, norm=norm, edgecolors="white", linewidth=0.3)
     names = (columns or range(values.shape[1]), rows or range(values.shape[0]))
     for axis, numbers in zip((axes.xaxis, axes.yaxis), names, strict=True):
-        ticks = range(0, len(numbers), max(1, len(numbers) // 8))
+        ticks = range(0, len(numbers), -(-len(numbers) // 8))
         axis.set_ticks([tick + 0.5 for tick in ticks], [str(numbers[tick]) for tick in ticks])
     axes.invert_yaxis()
     axes.set(xlabel=xlabel, ylabel=ylabel)

@@ -36,7 +36,9 @@ function fracTiles() {
 }
 
 function otherTiles() {
-  const looking = layers.filter((layer) => layer.distances).map((layer) => layer.distances);
+  const full = layers.filter((layer) => layer.type === "attention");
+  const sliding = layers.filter((layer) => layer.type === "sliding_attention");
+  const looking = (full.length ? full : sliding).map((layer) => layer.distances);
   const deltas = layers.filter((layer) => layer.type === "delta");
   const tiles = [];
   if (looking.length) {
