@@ -104,11 +104,10 @@ def _load_decay(p_decay, o_row, m_t):
 
 
 @triton.jit
-def _decay_between(b_decay, o_t, LATER: tl.constexpr, PRECISION: tl.constexpr):
-    """gamma [C, C], of which axis LATER is the later token; 1 where that is not later."""
-    o_i, o_j = tl.expand_dims(o_t, 1 - LATER), tl.expand_dims(o_t, LATER)
-    b_steps = tl.where(o_i > o_j, tl.expand_dims(b_decay, 1 - LATER), 0.0)
-    return power(tl.cumsum(b_steps, LATER), PRECISION)
+def _decay_between(b_decay, o_t, PRECISION: tl.constexpr):
+    """gamma [C, C], with the later token first; 1 where that is not later."""
+    b_steps = tl.where(o_t[:, None] > o_t[None, :], b_decay[:, None], 0.0)
+    return power(tl.cumsum(b_steps, 0), PRECISION)
 
 
 @triton.jit
@@ -147,11 +146,11 @@ def _join(b_inverse, b_a, o_t, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _program(p_table, num_tokens, chunks_each, H, C: tl.constexpr, LAYOUT: tl.constexpr):
-    """Tokens of this program's chunk, its number with the head, rows of (B, T, H), and a mask."""
+    """Number of this program's chunk and head; its first row of (B, T, H), tokens, mask, length."""
     i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, length, _, _ = locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT)
     o_t = tl.arange(0, C)
-    return o_t, i_chunk * H + i_h, (row + o_t).to(tl.int64) * H + i_h, length
+    return i_chunk * H + i_h, row.to(tl.int64) * H + i_h, o_t, o_t < length, length
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -161,16 +160,16 @@ def delta_prepare_kernel(
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A `Prepared` p_out from `Inputs` p_in, of one chunk and head."""
-    o_t, i_ch, o_row, length = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
-    o_k, m_t = tl.arange(0, BK), o_t < length
+    i_ch, i_token, o_t, m_t, length = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
+    o_k, o_row = tl.arange(0, BK), i_token + o_t * H
     dtype = p_in.k.dtype.element_ty
     # [C] and [C, BK]
     b_decay, b_bad = _load_decay(p_in.log_decay, o_row, m_t)
     b_next, _ = _load_decay(p_in.log_decay, o_row + H, o_t + 1 < length)
     b_beta = tl.load(p_in.beta + o_row, mask=m_t, other=0.0).to(tl.float32)
-    o_key, m_key = o_row[:, None] * K + o_k, m_t[:, None] & (o_k < K)[None, :]
-    b_q = tl.load(p_in.q + o_key, mask=m_key, other=0.0)
-    b_k = tl.load(p_in.k + o_key, mask=m_key, other=0.0)
+    o_key, m_key = o_t[:, None] * (H * K) + o_k[None, :], m_t[:, None] & (o_k < K)[None, :]
+    b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
+    b_k = tl.load(p_in.k + i_token * K + o_key, mask=m_key, other=0.0)
     b_bad_tokens = (b_bad | is_bad(b_beta)).to(tl.int32)
     b_bad_tokens = tl.maximum(b_bad_tokens, tl.max(is_bad(b_k).to(tl.int32), 1))
     b_beta, b_k = finite(b_beta), finite(b_k)
@@ -178,31 +177,33 @@ def delta_prepare_kernel(
     b_out = power(tl.cumsum(b_next, 0, reverse=True), PRECISION)
 
     # [C, C]
-    b_gamma = _decay_between(b_decay, o_t, 0, PRECISION)
+    b_gamma = _decay_between(b_decay, o_t, PRECISION)
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    o_pair = i_ch * C * C + o_t[:, None] * C + o_t[None, :]
+    o_pair = o_t[:, None] * C + o_t[None, :]
     b_pairs = tl.where(o_t[:, None] >= o_t[None, :], b_gamma * b_qk, 0.0)
-    tl.store(p_out.pairs + o_pair, b_pairs.to(dtype))
+    tl.store(p_out.pairs + i_ch * C * C + o_pair, b_pairs.to(dtype))
     b_a = tl.where(o_t[:, None] > o_t[None, :], b_beta[:, None] * b_gamma * b_kk, 0.0)
     b_inverse = _inverse(b_a, o_t, C, PRECISION).to(dtype)
     if p_out.inverse is not None:
-        tl.store(p_out.inverse + o_pair, b_inverse)
+        tl.store(p_out.inverse + i_ch * C * C + o_pair, b_inverse)
 
     # [C, BK]
-    b_scaled = (b_k * (b_beta * b_in)[:, None]).to(dtype)
-    b_w = tl.dot(b_inverse, b_scaled, input_precision=PRECISION)
-    o_w = (i_ch * C + o_t)[:, None] * K + o_k
-    tl.store(p_out.w + o_w, b_w.to(dtype), mask=(o_k < K)[None, :])
+    b_keys = (b_k * (b_beta * b_in)[:, None]).to(dtype)
+    b_w = tl.dot(b_inverse, b_keys, input_precision=PRECISION)
+    o_w = o_t[:, None] * K + o_k[None, :]
+    tl.store(p_out.w + i_ch * C * K + o_w, b_w.to(dtype), mask=(o_k < K)[None, :])
     for start in range(0, D, BD):
         # [C, BD]
         o_d = start + tl.arange(0, BD)
         m_d = (o_d < D)[None, :]
-        b_v = tl.load(p_in.v + o_row[:, None] * D + o_d, mask=m_t[:, None] & m_d, other=0.0)
+        o_value = o_t[:, None] * (H * D) + o_d[None, :]
+        b_v = tl.load(p_in.v + i_token * D + o_value, mask=m_t[:, None] & m_d, other=0.0)
         b_bad_tokens = tl.maximum(b_bad_tokens, tl.max(is_bad(b_v).to(tl.int32), 1))
-        b_scaled = (finite(b_v) * b_beta[:, None]).to(dtype)
-        b_u = tl.dot(b_inverse, b_scaled, input_precision=PRECISION)
-        tl.store(p_out.u + (i_ch * C + o_t)[:, None] * D + o_d, b_u.to(dtype), mask=m_d)
+        b_values = (finite(b_v) * b_beta[:, None]).to(dtype)
+        b_u = tl.dot(b_inverse, b_values, input_precision=PRECISION)
+        o_u = o_t[:, None] * D + o_d[None, :]
+        tl.store(p_out.u + i_ch * C * D + o_u, b_u.to(dtype), mask=m_d)
 
     b_spoilt = tl.cumsum(b_bad_tokens, 0) > 0
     tl.store(p_out.decay_in + i_ch * C + o_t, tl.where(b_spoilt, float("nan"), b_in))
@@ -213,63 +214,53 @@ def delta_prepare_kernel(
 
 @triton.jit
 def _channel_sums(
-    p_in, p_prepared, p_walked, p_dy, p_dv, i_ch, o_row, o_t, o_k, m_t, b_beta, D,
+    p_in, p_prepared, p_walked, p_dy, p_dv, i_ch, i_token, o_t, o_k, m_t, b_beta, H, D,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv, and sums over all value channels.
 
-    dy S^T, U dS'^T and -X S^T [C, BK]; dy U^T and -X U^T [C, C], and both turned; X.v [C] and
-    S.dS'. What is turned is multiplied so, because Triton 3.4 to 3.7.0 multiply wrongly by an
-    accumulator that is turned (on Hopper).
+    dy S^T, U dS'^T and -X S^T [C, BK]; dy U^T and -X U^T [C, C]; X.v [C] and S.dS'.
     """
     dtype = p_in.k.dtype.element_ty
-    o_pair = i_ch * C * C + o_t[:, None] * C + o_t[None, :]
-    b_inverse = tl.load(p_prepared.inverse + o_pair)
+    # T^T [C, C]
+    b_inverse = tl.load(p_prepared.inverse + i_ch * C * C + o_t[None, :] * C + o_t[:, None])
     b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
     b_solved = tl.zeros([C, BK], dtype=tl.float32)
-    b_pairs, b_turned_pairs = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_a, b_turned_a = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_across = tl.zeros([BD], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
+    b_pairs, b_a = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    b_across, b_dbeta = tl.zeros([BD], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
     for start in range(0, D, BD):
         o_d = start + tl.arange(0, BD)
         m_d = o_d < D
         # [C, BD] four times
-        o_value, m_value = o_row[:, None] * D + o_d, m_t[:, None] & m_d[None, :]
-        o_chunk = (i_ch * C + o_t)[:, None] * D + o_d
-        b_dy = tl.load(p_dy + o_value, mask=m_value, other=0.0)
-        b_v = tl.load(p_in.v + o_value, mask=m_value, other=0.0)
-        b_u = tl.load(p_walked.corrected + o_chunk, mask=m_d[None, :], other=0.0)
-        b_du = tl.load(p_walked.dcorrected + o_chunk, mask=m_d[None, :], other=0.0)
+        o_value, m_value = o_t[:, None] * (H * D) + o_d[None, :], m_t[:, None] & m_d[None, :]
+        b_dy = tl.load(p_dy + i_token * D + o_value, mask=m_value, other=0.0)
+        b_v = tl.load(p_in.v + i_token * D + o_value, mask=m_value, other=0.0)
+        o_chunk = o_t[:, None] * D + o_d[None, :]
+        p_u, p_du = p_walked.corrected + i_ch * C * D, p_walked.dcorrected + i_ch * C * D
+        b_u = tl.load(p_u + o_chunk, mask=m_d[None, :], other=0.0)
+        b_du = tl.load(p_du + o_chunk, mask=m_d[None, :], other=0.0)
         # [BD, BK] twice
-        o_state = (i_ch * D + o_d)[:, None] * K + o_k
-        m_state = m_d[:, None] & (o_k < K)[None, :]
-        b_state = tl.load(p_walked.states + o_state, mask=m_state, other=0.0)
-        b_dstate = tl.load(p_walked.dstates + o_state, mask=m_state, other=0.0)
+        o_state, m_state = o_d[:, None] * K + o_k[None, :], m_d[:, None] & (o_k < K)[None, :]
+        b_state = tl.load(p_walked.states + i_ch * D * K + o_state, mask=m_state, other=0.0)
+        b_dstate = tl.load(p_walked.dstates + i_ch * D * K + o_state, mask=m_state, other=0.0)
 
-        b_x = tl.dot(tl.trans(b_inverse), b_du, input_precision=PRECISION)
-        b_turned_x = tl.dot(tl.trans(b_du), b_inverse, input_precision=PRECISION)
-        b_minus_x, b_turned_x = (-b_x).to(dtype), (-b_turned_x).to(dtype)
+        b_x = tl.dot(b_inverse, b_du, input_precision=PRECISION)
+        b_minus_x = (-b_x).to(dtype)
         b_read = tl.dot(b_dy, b_state, b_read, input_precision=PRECISION)
         b_write = tl.dot(b_u, b_dstate, b_write, input_precision=PRECISION)
         b_solved = tl.dot(b_minus_x, b_state, b_solved, input_precision=PRECISION)
         b_pairs = tl.dot(b_dy, tl.trans(b_u), b_pairs, input_precision=PRECISION)
-        b_turned_pairs = tl.dot(b_u, tl.trans(b_dy), b_turned_pairs, input_precision=PRECISION)
         b_a = tl.dot(b_minus_x, tl.trans(b_u), b_a, input_precision=PRECISION)
-        b_turned_a = tl.dot(b_u, b_turned_x, b_turned_a, input_precision=PRECISION)
         b_across += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
         # dU has no trace of a bad dy, so that X has none in later tokens.
         b_bad = tl.max(is_bad(b_dy).to(tl.int32), 1)
         b_spoilt = tl.cumsum(b_bad, 0, reverse=True) > 0
         b_x = tl.where(b_spoilt[:, None], float("nan"), b_x)
         b_dbeta += tl.sum(b_x * b_v.to(tl.float32), 1)
-        b_dv = b_x * b_beta[:, None]
-        tl.store(p_dv + o_value, b_dv.to(p_dv.dtype.element_ty), mask=m_value)
-    return (
-        b_read, b_write, b_solved, b_pairs, b_turned_pairs, b_a, b_turned_a,
-        b_dbeta, tl.sum(b_across, 0),
-    )  # fmt: skip
+        b_dv = (b_x * b_beta[:, None]).to(dtype)
+        tl.store(p_dv + i_token * D + o_value, b_dv, mask=m_value)
+    return b_read, b_write, b_solved, b_pairs, b_a, b_dbeta, tl.sum(b_across, 0)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -284,8 +275,8 @@ def delta_gradient_kernel(
     at or after s, or the next state, of what each adds to the loss. p_in and p_gradients are
     `Inputs`; p_prepared is `Prepared`, p_walked `Walked`; p_dy (B, T, H, D).
     """
-    o_t, i_ch, o_row, length = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
-    o_k, m_t = tl.arange(0, BK), o_t < length
+    i_ch, i_token, o_t, m_t, _ = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
+    o_k, o_row = tl.arange(0, BK), i_token + o_t * H
     dtype = p_in.k.dtype.element_ty
     # [C]
     b_decay, _ = _load_decay(p_in.log_decay, o_row, m_t)
@@ -293,33 +284,37 @@ def delta_gradient_kernel(
     b_in = tl.load(p_prepared.decay_in + i_ch * C + o_t)
     b_out = tl.load(p_prepared.decay_out + i_ch * C + o_t)
     total = tl.load(p_prepared.total + i_ch)
-    (
-        b_read, b_write, b_solved, b_dpairs, b_turned_pairs, b_da, b_turned_a, b_dbeta, across,
-    ) = _channel_sums(
-        p_in, p_prepared, p_walked, p_dy, p_gradients.v, i_ch, o_row, o_t, o_k, m_t, b_beta, D,
-        K, BK, BD, C, PRECISION,
+    b_read, b_write, b_solved, b_dpairs, b_da, b_dbeta, across = _channel_sums(
+        p_in, p_prepared, p_walked, p_dy, p_gradients.v, i_ch, i_token, o_t, o_k, m_t, b_beta,
+        H, D, K, BK, BD, C, PRECISION,
     )  # fmt: skip
     # [C, BK]
-    o_key, m_key = o_row[:, None] * K + o_k, m_t[:, None] & (o_k < K)[None, :]
-    b_q = tl.load(p_in.q + o_key, mask=m_key, other=0.0)
-    b_k = tl.load(p_in.k + o_key, mask=m_key, other=0.0)
+    o_key, m_key = o_t[:, None] * (H * K) + o_k[None, :], m_t[:, None] & (o_k < K)[None, :]
+    b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
+    b_k = tl.load(p_in.k + i_token * K + o_key, mask=m_key, other=0.0)
 
-    # Pairs of tokens [C, C]: the later one is the row, then the column.
+    # Pairs of a later token, the row, and an earlier one, [C, C].
     m_later, m_same = o_t[:, None] > o_t[None, :], o_t[:, None] == o_t[None, :]
-    b_gamma = _decay_between(b_decay, o_t, 0, PRECISION)
+    b_gamma = _decay_between(b_decay, o_t, PRECISION)
     b_dpairs = tl.where(m_later | m_same, b_dpairs * b_gamma, 0.0)
     b_da = tl.where(m_later, b_da * b_gamma, 0.0)
     b_kk = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
     b_qk = b_dpairs * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_paths = tl.where(m_later, b_qk + b_beta[:, None] * b_kk, 0.0)
-    b_dq = tl.dot(b_dpairs.to(dtype), b_k, input_precision=PRECISION)
-    b_dk = tl.dot(b_da.to(dtype), b_k, input_precision=PRECISION) * b_beta[:, None]
-    m_later = o_t[None, :] > o_t[:, None]
-    b_gamma = _decay_between(b_decay, o_t, 1, PRECISION)
-    b_turned_pairs = tl.where(m_later | m_same, b_turned_pairs * b_gamma, 0.0)
-    b_turned_a = tl.where(m_later, b_turned_a * b_gamma * b_beta[None, :], 0.0)
-    b_dk = tl.dot(b_turned_pairs.to(dtype), b_q, b_dk, input_precision=PRECISION)
-    b_dk = tl.dot(b_turned_a.to(dtype), b_k, b_dk, input_precision=PRECISION)
+    b_low_pairs, b_low_a = b_dpairs.to(dtype), (b_da * b_beta[:, None]).to(dtype)
+    b_dq = tl.dot(b_low_pairs, b_k, input_precision=PRECISION)
+    b_dk = tl.dot(b_low_a, b_k, input_precision=PRECISION)
+    # Both turned, by way of memory that holds nothing else any more: Triton 3.4 to 3.7.0 multiply
+    # wrongly by a sum of products that is turned in registers, on Hopper.
+    p_pairs, p_a = p_prepared.pairs + i_ch * C * C, p_prepared.inverse + i_ch * C * C
+    tl.debug_barrier()
+    tl.store(p_pairs + o_t[:, None] * C + o_t[None, :], b_low_pairs)
+    tl.store(p_a + o_t[:, None] * C + o_t[None, :], b_low_a)
+    tl.debug_barrier()
+    b_turned = tl.load(p_pairs + o_t[None, :] * C + o_t[:, None])
+    b_dk = tl.dot(b_turned, b_q, b_dk, input_precision=PRECISION)
+    b_turned = tl.load(p_a + o_t[None, :] * C + o_t[:, None])
+    b_dk = tl.dot(b_turned, b_k, b_dk, input_precision=PRECISION)
 
     # What reads the state before the chunk, and what writes the one after it.
     b_read *= b_in[:, None]
@@ -333,10 +328,10 @@ def delta_gradient_kernel(
     b_dbeta += b_solved_state + tl.sum(b_kk, 1)
     # Paths that pass s: they begin in column j < s and end in row i >= s.
     b_paths = tl.cumsum(b_paths, 0, reverse=True) + b_write_state[None, :]
-    b_ddecay = tl.sum(tl.where(o_t[:, None] > o_t[None, :], b_paths, 0.0), 1)
+    b_ddecay = tl.sum(tl.where(m_later, b_paths, 0.0), 1)
     b_ddecay += tl.cumsum(b_read_state + b_beta * b_solved_state, 0, reverse=True)
     b_ddecay += power(total, PRECISION) * across
-    tl.store(p_gradients.q + o_key, b_dq.to(dtype), mask=m_key)
-    tl.store(p_gradients.k + o_key, b_dk.to(dtype), mask=m_key)
+    tl.store(p_gradients.q + i_token * K + o_key, b_dq.to(dtype), mask=m_key)
+    tl.store(p_gradients.k + i_token * K + o_key, b_dk.to(dtype), mask=m_key)
     tl.store(p_gradients.beta + o_row, b_dbeta.to(p_gradients.beta.dtype.element_ty), mask=m_t)
     tl.store(p_gradients.log_decay + o_row, b_ddecay, mask=m_t)

@@ -90,38 +90,38 @@ def delta_walk_kernel(
     if p_initial is not None:
         b_state = tl.load(p_initial + o_state, mask=m_state, other=0.0)
     for i in range(count):
-        i_ch = (first + i) * H + i_h
-        m_t = o_t < _tokens_left(length, i, C, LAYOUT)
-        o_row = (row + i * C + o_t).to(tl.int64) * H + i_h
-        o_chunk = i_ch * C + o_t
+        i_ch, m_t = (first + i) * H + i_h, o_t < _tokens_left(length, i, C, LAYOUT)
+        # The first number of the chunk in (B, T, H, ...) and in (N, H, C, ...).
+        i_token, i_chunk = (row + i * C) * H + i_h, i_ch * C
         # [BK, C], [BD, C], [C, BK], [C]
-        b_w = tl.load(p_prepared.w + o_chunk[None, :] * K + o_k[:, None], m_k[:, None], other=0.0)
-        b_u = tl.load(p_prepared.u + o_chunk[None, :] * D + o_d[:, None], m_d[:, None], other=0.0)
-        b_k = tl.load(
-            p_in.k + o_row[:, None] * K + o_k, mask=m_t[:, None] & m_k[None, :], other=0.0
-        )
-        b_out = tl.load(p_prepared.decay_out + o_chunk)
+        p_w = p_prepared.w + i_chunk * K
+        b_w = tl.load(p_w + o_t[None, :] * K + o_k[:, None], mask=m_k[:, None], other=0.0)
+        p_u = p_prepared.u + i_chunk * D
+        b_u = tl.load(p_u + o_t[None, :] * D + o_d[:, None], mask=m_d[:, None], other=0.0)
+        m_key = m_t[:, None] & m_k[None, :]
+        p_k = p_in.k + i_token * K
+        b_k = tl.load(p_k + o_t[:, None] * (H * K) + o_k[None, :], mask=m_key, other=0.0)
+        b_out = tl.load(p_prepared.decay_out + i_chunk + o_t)
         total = tl.load(p_prepared.total + i_ch)
         b_low = b_state.to(dtype)
         b_u = b_u.to(tl.float32) - tl.dot(b_low, b_w, input_precision=PRECISION)
         b_corrected = b_u.to(dtype)
         if p_y is not None:
             # [BK, C], [C, C] with the earlier token first, [C]
-            b_q = tl.load(
-                p_in.q + o_row[None, :] * K + o_k[:, None],
-                mask=m_k[:, None] & m_t[None, :], other=0.0,
-            )  # fmt: skip
-            b_pairs = tl.load(p_prepared.pairs + o_chunk[None, :] * C + o_t[:, None])
-            b_in = tl.load(p_prepared.decay_in + o_chunk)
+            p_q, m_key = p_in.q + i_token * K, m_k[:, None] & m_t[None, :]
+            b_q = tl.load(p_q + o_t[None, :] * (H * K) + o_k[:, None], mask=m_key, other=0.0)
+            b_pairs = tl.load(p_prepared.pairs + i_chunk * C + o_t[None, :] * C + o_t[:, None])
+            b_in = tl.load(p_prepared.decay_in + i_chunk + o_t)
             b_y = tl.dot(b_low, b_q, input_precision=PRECISION) * b_in[None, :]
             b_y = tl.dot(b_corrected, b_pairs, b_y, input_precision=PRECISION)
-            o_y, m_y = o_row[None, :] * D + o_d[:, None], m_d[:, None] & m_t[None, :]
-            tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
+            p_out, m_y = p_y + i_token * D, m_d[:, None] & m_t[None, :]
+            o_y = o_t[None, :] * (H * D) + o_d[:, None]
+            tl.store(p_out + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
         else:
-            o_u = o_chunk[None, :] * D + o_d[:, None]
-            tl.store(p_corrected + o_u, b_corrected, mask=m_d[:, None])
-            o_s = (i_ch * D + o_d)[:, None] * K + o_k
-            tl.store(p_states + o_s, b_low, mask=m_state)
+            p_out = p_corrected + i_chunk * D
+            tl.store(p_out + o_t[None, :] * D + o_d[:, None], b_corrected, mask=m_d[:, None])
+            p_out = p_states + i_ch * D * K
+            tl.store(p_out + o_d[:, None] * K + o_k[None, :], b_low, mask=m_state)
         b_written = (b_u * b_out[None, :]).to(dtype)
         b_sum = _begin_sum(b_state, total, PRECISION)
         b_sum = tl.dot(b_written, b_k, b_sum, input_precision=PRECISION)
@@ -152,32 +152,32 @@ def delta_walk_backward_kernel(
         b_state = tl.load(p_dfinal + o_state, mask=m_state, other=0.0)
     for step in range(count):
         i = count - 1 - step
-        i_ch = (first + i) * H + i_h
-        m_t = o_t < _tokens_left(length, i, C, LAYOUT)
-        o_row = (row + i * C + o_t).to(tl.int64) * H + i_h
-        o_chunk = i_ch * C + o_t
+        i_ch, m_t = (first + i) * H + i_h, o_t < _tokens_left(length, i, C, LAYOUT)
+        # The first number of the chunk in (B, T, H, ...) and in (N, H, C, ...).
+        i_token, i_chunk = (row + i * C) * H + i_h, i_ch * C
         # [BK, C], [C, BK], [C, BK], [BD, C], [C, C] with the later token first, [C]
-        m_key = m_t[:, None] & m_k[None, :]
-        b_k = tl.load(
-            p_in.k + o_row[None, :] * K + o_k[:, None], m_k[:, None] & m_t[None, :], other=0.0
-        )
-        b_q = tl.load(p_in.q + o_row[:, None] * K + o_k, mask=m_key, other=0.0)
-        b_w = tl.load(p_prepared.w + o_chunk[:, None] * K + o_k, mask=m_k[None, :], other=0.0)
-        b_dy = tl.load(
-            p_dy + o_row[None, :] * D + o_d[:, None], m_d[:, None] & m_t[None, :], other=0.0
-        )
-        b_pairs = tl.load(p_prepared.pairs + o_chunk[:, None] * C + o_t)
-        b_in = tl.load(p_prepared.decay_in + o_chunk)
-        b_out = tl.load(p_prepared.decay_out + o_chunk)
+        p_k, m_key = p_in.k + i_token * K, m_k[:, None] & m_t[None, :]
+        b_k = tl.load(p_k + o_t[None, :] * (H * K) + o_k[:, None], mask=m_key, other=0.0)
+        p_q, m_key = p_in.q + i_token * K, m_t[:, None] & m_k[None, :]
+        b_q = tl.load(p_q + o_t[:, None] * (H * K) + o_k[None, :], mask=m_key, other=0.0)
+        p_w = p_prepared.w + i_chunk * K
+        b_w = tl.load(p_w + o_t[:, None] * K + o_k[None, :], mask=m_k[None, :], other=0.0)
+        p_gradient, m_y = p_dy + i_token * D, m_d[:, None] & m_t[None, :]
+        o_y = o_t[None, :] * (H * D) + o_d[:, None]
+        b_dy = tl.load(p_gradient + o_y, mask=m_y, other=0.0)
+        b_pairs = tl.load(p_prepared.pairs + i_chunk * C + o_t[:, None] * C + o_t[None, :])
+        b_in = tl.load(p_prepared.decay_in + i_chunk + o_t)
+        b_out = tl.load(p_prepared.decay_out + i_chunk + o_t)
         total = tl.load(p_prepared.total + i_ch)
         b_low = b_state.to(dtype)
-        tl.store(p_dstates + (i_ch * D + o_d)[:, None] * K + o_k, b_low, mask=m_state)
+        p_out = p_dstates + i_ch * D * K
+        tl.store(p_out + o_d[:, None] * K + o_k[None, :], b_low, mask=m_state)
         b_spoilt = tl.sum(tl.where(is_bad(b_dy), float("nan"), 0.0), 1)
         b_dy = finite(b_dy)
         b_du = tl.dot(b_low, b_k, input_precision=PRECISION) * b_out[None, :]
         b_du = tl.dot(b_dy, b_pairs, b_du, input_precision=PRECISION)
-        o_u = o_chunk[None, :] * D + o_d[:, None]
-        tl.store(p_dcorrected + o_u, b_du.to(dtype), mask=m_d[:, None])
+        p_out = p_dcorrected + i_chunk * D
+        tl.store(p_out + o_t[None, :] * D + o_d[:, None], b_du.to(dtype), mask=m_d[:, None])
         b_read = (b_dy * b_in[None, :]).to(dtype)
         b_sum = _begin_sum(b_state, total, PRECISION)
         b_sum = tl.dot(b_read, b_q, b_sum, input_precision=PRECISION)
