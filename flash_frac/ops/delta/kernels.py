@@ -293,6 +293,15 @@ def delta_gradient_kernel(
     b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
     b_k = tl.load(p_in.k + i_token * K + o_key, mask=m_key, other=0.0)
 
+    # What reads the state before the chunk, and what writes the one after it.
+    b_dk = b_write * b_out[:, None]
+    b_write_state = tl.sum(b_k.to(tl.float32) * b_dk, 1)
+    b_solved *= b_in[:, None]
+    b_solved_state = tl.sum(b_k.to(tl.float32) * b_solved, 1)
+    b_dk += b_beta[:, None] * b_solved
+    b_dq = b_read * b_in[:, None]
+    b_read_state = tl.sum(b_q.to(tl.float32) * b_dq, 1) + b_beta * b_solved_state
+
     # Pairs of a later token, the row, and an earlier one, [C, C].
     m_later, m_same = o_t[:, None] > o_t[None, :], o_t[:, None] == o_t[None, :]
     b_gamma = _decay_between(b_decay, o_t, PRECISION)
@@ -301,9 +310,10 @@ def delta_gradient_kernel(
     b_kk = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
     b_qk = b_dpairs * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_paths = tl.where(m_later, b_qk + b_beta[:, None] * b_kk, 0.0)
+    b_dbeta += b_solved_state + tl.sum(b_kk, 1)
     b_low_pairs, b_low_a = b_dpairs.to(dtype), (b_da * b_beta[:, None]).to(dtype)
-    b_dq = tl.dot(b_low_pairs, b_k, input_precision=PRECISION)
-    b_dk = tl.dot(b_low_a, b_k, input_precision=PRECISION)
+    b_dq = tl.dot(b_low_pairs, b_k, b_dq, input_precision=PRECISION)
+    b_dk = tl.dot(b_low_a, b_k, b_dk, input_precision=PRECISION)
     # Both turned, by way of memory that holds nothing else any more: Triton 3.4 to 3.7.0 multiply
     # wrongly by a sum of products that is turned in registers, on Hopper.
     p_pairs, p_a = p_prepared.pairs + i_ch * C * C, p_prepared.inverse + i_ch * C * C
@@ -316,20 +326,10 @@ def delta_gradient_kernel(
     b_turned = tl.load(p_a + o_t[None, :] * C + o_t[:, None])
     b_dk = tl.dot(b_turned, b_k, b_dk, input_precision=PRECISION)
 
-    # What reads the state before the chunk, and what writes the one after it.
-    b_read *= b_in[:, None]
-    b_solved *= b_in[:, None]
-    b_write *= b_out[:, None]
-    b_read_state = tl.sum(b_q.to(tl.float32) * b_read, 1)
-    b_solved_state = tl.sum(b_k.to(tl.float32) * b_solved, 1)
-    b_write_state = tl.sum(b_k.to(tl.float32) * b_write, 1)
-    b_dq += b_read
-    b_dk += b_write + b_beta[:, None] * b_solved
-    b_dbeta += b_solved_state + tl.sum(b_kk, 1)
     # Paths that pass s: they begin in column j < s and end in row i >= s.
     b_paths = tl.cumsum(b_paths, 0, reverse=True) + b_write_state[None, :]
     b_ddecay = tl.sum(tl.where(m_later, b_paths, 0.0), 1)
-    b_ddecay += tl.cumsum(b_read_state + b_beta * b_solved_state, 0, reverse=True)
+    b_ddecay += tl.cumsum(b_read_state, 0, reverse=True)
     b_ddecay += power(total, PRECISION) * across
     tl.store(p_gradients.q + i_token * K + o_key, b_dq.to(dtype), mask=m_key)
     tl.store(p_gradients.k + i_token * K + o_key, b_dk.to(dtype), mask=m_key)

@@ -61,7 +61,7 @@ DEFAULT = DeltaTuning(
     gradient=Launch(channels=32, warps=4, stages=1),
 )
 # float32 multiplies in full precision, without tensor cores.
-_FLOAT32_LAUNCH = Launch(channels=16, warps=4, stages=1)
+_FLOAT32_LAUNCH = Launch(channels=16, warps=8, stages=1)
 FLOAT32 = DeltaTuning(32, *[_FLOAT32_LAUNCH] * 5)
 
 

@@ -176,11 +176,12 @@ def delta_walk_backward_kernel(
         b_dy = finite(b_dy)
         b_du = tl.dot(b_low, b_k, input_precision=PRECISION) * b_out[None, :]
         b_du = tl.dot(b_dy, b_pairs, b_du, input_precision=PRECISION)
+        b_minus_du = (-b_du).to(dtype)
         p_out = p_dcorrected + i_chunk * D
-        tl.store(p_out + o_t[None, :] * D + o_d[:, None], b_du.to(dtype), mask=m_d[:, None])
+        tl.store(p_out + o_t[None, :] * D + o_d[:, None], -b_minus_du, mask=m_d[:, None])
         b_read = (b_dy * b_in[None, :]).to(dtype)
         b_sum = _begin_sum(b_state, total, PRECISION)
         b_sum = tl.dot(b_read, b_q, b_sum, input_precision=PRECISION)
-        b_sum = tl.dot((-b_du).to(dtype), b_w, b_sum, input_precision=PRECISION)
+        b_sum = tl.dot(b_minus_du, b_w, b_sum, input_precision=PRECISION)
         b_state = _end_sum(b_state, total, b_sum + b_spoilt[:, None], PRECISION)
     tl.store(p_dinitial + o_state, b_state, mask=m_state)
