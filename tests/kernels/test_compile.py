@@ -8,6 +8,7 @@ channels, because kernels for more take longer to compile.
 import importlib
 import pkgutil
 import random
+import re
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
 from flash_frac.ops.conv.triton import conv_backward_op, conv_op
 from flash_frac.ops.decode.triton import control_step_op, conv_step_op, norm_linear_op
+from flash_frac.ops.delta import plan as delta_plan
+from flash_frac.ops.delta.step import delta_step_op, fused_delta_step_op
+from flash_frac.ops.delta.triton import delta_backward_op, delta_op
 from flash_frac.ops.norm.triton import (
     gated_norm_backward_op,
     gated_norm_op,
@@ -35,6 +39,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves n
 
 LOW, FULL = torch.bfloat16, torch.float32
 H, M, D = 16, 16, 256
+# Key and value channels of a head of the delta rule in a model of this size.
+K, V = 96, 192
 # The switches that the published models do not use.
 REST = ControlSettings(
     alpha_fixed=0.5,
@@ -62,6 +68,26 @@ def scan(dtype, *, time=64, packed=False, modes=M, channels=64):
 def step(dtype):
     token = [empty(2, H, width, dtype=dtype) for width in (D, M, M)]
     step_op.kernel(*token, empty(2, H, M), empty(2, H, M, D))
+
+
+def delta(dtype, *, time=128, packed=False, keys=K, channels=V):
+    size = (1, time, 2)
+    q, k, v = (empty(*size, width, dtype=dtype) for width in (keys, keys, channels))
+    inputs = (q, k, v, empty(*size, dtype=dtype), empty(*size))
+    bounds = torch.tensor([0, 7, time]) if packed else None
+    initial = empty(2, 2, keys, channels) if packed else None
+    y, final = delta_op.kernel(*inputs, initial, bounds)
+    delta_backward_op.kernel(y, final if packed else None, *inputs, initial, bounds)
+
+
+def delta_decode(dtype, *, keys=K, channels=V):
+    token = [empty(2, H, width, dtype=dtype) for width in (keys, keys, channels)]
+    token += [empty(2, H, dtype=dtype), empty(2, H)]
+    state = empty(2, H, keys, channels)
+    delta_step_op.kernel(*token, state)
+    qkv, a = empty(2, H * (2 * keys + channels), dtype=dtype), empty(2, H, dtype=dtype)
+    gating = (empty(2, H * channels, dtype=dtype), empty(channels))
+    fused_delta_step_op.kernel(qkv, a, a, empty(H), empty(H), state, None, *gating, 1e-5)
 
 
 def control_inputs(dtype, settings, *size, modes=M):
@@ -125,7 +151,7 @@ def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
 # As in training and decoding with the published models; then what that leaves out: packed
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
-USUAL |= {"decode": decode}
+USUAL |= {"decode": decode, "delta": delta, "delta decode": delta_decode}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -134,6 +160,8 @@ OTHER = {
     "eight taps": lambda dtype: conv(dtype, window=False, taps=8),
     "norms": lambda dtype: norms(dtype, size=64, skip=True),
     "decode": lambda dtype: decode(dtype, REST, taps=1, modes=31, channels=5),
+    "delta": lambda dtype: delta(dtype, packed=True, keys=128, channels=256),
+    "delta decode": lambda dtype: delta_decode(dtype, keys=128, channels=256),
 }
 
 
@@ -171,6 +199,20 @@ def test_the_parameters_for_hopper_compile(monkeypatch):
     compile_all(launch for launch in launches if not launch.name.startswith("mix"))
 
 
+def test_the_delta_rule_for_hopper_compiles(monkeypatch):
+    """By wgmma; the left factors of the walks' products, the states, stay in registers."""
+    monkeypatch.setattr(delta_plan, "tuning_for", lambda dtype, device: delta_plan.HOPPER)
+    delta_plan.forget_plans()
+    launches = distinct(monkeypatch, lambda: delta(LOW))
+    delta_plan.forget_plans()
+    assert len(launches) == 6
+    compile_all(launches)
+    for launch in launches:
+        products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\},\s*(.)", launch.compile().asm["ptx"])
+        assert products, launch.name
+        assert "walk" not in launch.name or set(products) == {"{"}, launch.name
+
+
 def all_kernels():
     """Names of the kernels of `flash_frac.ops`."""
     found = set()
@@ -191,6 +233,7 @@ def test_every_kernel_is_compiled(monkeypatch, dtype):
 
 LENGTHS = [1, 32, 512, 16_384, *random.Random(0).sample(range(2, 16_384), 36)]
 SMALL = {"scan": {"channels": 16}, "controls": {}, "conv": {"channels": 64}, "norms": {"size": 64}}
+SMALL |= {"delta": {"keys": 16, "channels": 16}}
 
 
 @pytest.mark.parametrize("case", SMALL)
