@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.arithmetic import block_size, ceil_div, exp, kept_parts, sigmoid
+from flash_frac.ops.arithmetic import block_size, ceil_div, decay_and_add, exp, sigmoid
 from flash_frac.ops.backends import operator, triton_refusal
 from flash_frac.ops.control.kernels import clamped_softplus
 
@@ -21,7 +21,7 @@ _UNIT_EPS = tl.constexpr(1e-6)
 # Value channels of a program of `delta_step`: few, so that one sequence occupies many processors.
 STEP_CHANNELS = 32
 # A program of the fused step holds all channels of a head, up to 128 x 256 numbers, in registers.
-FUSED_WARPS = 8
+FUSED_WARPS = 16
 
 
 class StepInputs(NamedTuple):
@@ -38,10 +38,9 @@ class StepInputs(NamedTuple):
 @triton.jit
 def _move(b_state, b_q, b_k, b_v, beta, log_decay):
     """y [BD] and the new state [BK, BD]."""
-    b_kept, b_change = kept_parts(b_state, log_decay)
-    b_found = tl.sum(b_k[:, None] * (b_kept + b_change), 0)
+    b_found = exp(log_decay) * tl.sum(b_k[:, None] * b_state, 0)
     b_written = beta * (b_v - b_found)
-    b_state = b_kept + (b_change + b_k[:, None] * b_written[None, :])
+    b_state = decay_and_add(b_state, log_decay, b_k[:, None] * b_written[None, :])
     return tl.sum(b_q[:, None] * b_state, 0), b_state
 
 
