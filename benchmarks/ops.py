@@ -1,10 +1,12 @@
 """Time forward and backward of the scan beside other formulations, and append the rows.
 
     python benchmarks/ops.py [--no-peers | --peers NAME ...] [--profile] [--time T] [--repeats R]
+    python benchmarks/ops.py --delta [--no-peers] [--profile]
 
 On a GPU: our backends at the shape of the 1.3B model and the peers that can be imported, in
-bfloat16; rows go to <gpu>.csv. On a CPU: the torch backend and the textbook chunked form; rows go
-to cpu.csv. `flash_frac/bench/ops.py` says how each is checked and timed.
+bfloat16; rows go to <gpu>.csv. With --delta: the delta rule beside fla's, instead of the scan.
+On a CPU: the torch backend and the textbook chunked form; rows go to cpu.csv.
+`flash_frac/bench/ops.py` says how each is checked and timed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from collections.abc import Sequence
 
 import torch
 
-from flash_frac.bench.ops import GPU_SIZES, measure_cpu, measure_operations, print_profile
+from flash_frac.bench.delta import DELTA, DELTA_SIZES
+from flash_frac.bench.ops import (
+    GPU_SIZES,
+    measure_cpu,
+    measure_operations,
+    print_profile,
+    scan_subject,
+)
 from flash_frac.bench.peers import OP_PEERS
 from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import exit_if_ours_failed
@@ -26,21 +35,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--time", type=int, default=4096, help="tokens, on a CPU")
     parser.add_argument("--repeats", type=int, default=15, help="on a CPU")
     parser.add_argument("--profile", action="store_true", help="times of the kernels, no rows")
+    parser.add_argument("--delta", action="store_true", help="time the delta rule, on a GPU")
     add_options(parser, peers=OP_PEERS)
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
-    if options.profile and not torch.cuda.is_available():
-        parser.error("--profile needs a GPU")
+    for needed in ("profile", "delta"):
+        if getattr(options, needed) and not torch.cuda.is_available():
+            parser.error(f"--{needed} needs a GPU")
+    all_sizes = DELTA_SIZES if options.delta else GPU_SIZES
+    subject = DELTA if options.delta else scan_subject()
     if options.profile:
-        for sizes in GPU_SIZES:
-            print_profile(sizes)
+        for sizes in all_sizes:
+            print_profile(sizes, subject)
         return
     keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
     if torch.cuda.is_available():
-        peers = [] if options.no_peers else options.peers
-        for sizes in GPU_SIZES:
-            keep(measure_operations(sizes, failures, peers=peers))
+        peers = (
+            [] if options.no_peers else [name for name in options.peers if name in subject.peers]
+        )
+        for sizes in all_sizes:
+            keep(measure_operations(sizes, failures, subject=subject, peers=peers))
     else:
         keep(measure_cpu([1, options.time, 8, 16, 64], options.repeats))
     exit_if_ours_failed(failures)
