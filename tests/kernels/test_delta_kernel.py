@@ -96,16 +96,14 @@ def test_chunks_of_64(chunks_of_64):
     check((1, 70, 1, 8, 16), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keys_that_repeat(dtype):
-    """The triangular system is at its worst: powers of its matrix would be up to 10^9."""
-    q, k, v, beta, log_decay, state = draw(1, 40, 1, 8, 16, dtype=dtype)
+def test_keys_that_repeat():
+    """The triangular system is at its worst: powers of its matrix would be up to 10^9.
+
+    With 16 bits the corrections of a chunk are rounded, and their sum is small: no test of it.
+    """
+    q, k, v, beta, log_decay, state = draw(1, 40, 1, 8, 16)
     k = k[:, :1].expand_as(k).contiguous()
-    inputs = [q, k, v, torch.ones_like(beta), torch.zeros_like(log_decay), state]
-    exact, usual = run(widen(inputs), None, "recurrent"), run(inputs, None, "torch")
-    got = run(inputs, None, "triton")
-    for name, a, b, c in zip(NAMES, got, usual, exact, strict=True):
-        assert_as_good(a, b, c, name, dtype)
+    check_inputs([q, k, v, torch.ones_like(beta), torch.zeros_like(log_decay), state])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -149,11 +147,11 @@ def test_large(dtype):
     check((1, 1500, 3, 48, 96), dtype, lengths=[1, 700, 0, 64, 735], exact="torch")
 
 
-def test_long(dtype=torch.bfloat16):
+def test_long():
     """Errors do not grow along 16,384 tokens."""
     if INTERPRETED:
         pytest.skip("too slow in the interpreter; needs a CUDA device")
-    check((1, 16_384, 2, 96, 192), dtype, exact="torch")
+    check((1, 16_384, 2, 96, 192), torch.bfloat16, exact="torch")
 
 
 def test_more_than_2_31_elements():
