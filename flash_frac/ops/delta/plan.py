@@ -6,7 +6,7 @@ first use: `HOPPER`, `DEFAULT` and `FLOAT32` are all there is.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +46,9 @@ class DeltaTuning(NamedTuple):
 HOPPER = DeltaTuning(
     chunk=64,
     prepare=Launch(channels=64, warps=4, stages=2),
-    output=Launch(channels=64, warps=4, stages=2),
+    output=Launch(channels=64, warps=4, stages=3),
     states=Launch(channels=64, warps=4, stages=3),
-    backward=Launch(channels=64, warps=4, stages=2),
+    backward=Launch(channels=64, warps=4, stages=3),
     gradient=Launch(channels=64, warps=8, stages=2),
 )
 # Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
@@ -65,6 +65,7 @@ _FLOAT32_LAUNCH = Launch(channels=16, warps=8, stages=1)
 FLOAT32 = DeltaTuning(32, *[_FLOAT32_LAUNCH] * 5)
 
 
+@cache
 def tuning_for(dtype: torch.dtype, device: torch.device) -> DeltaTuning:
     """The launch parameters for tensors of this dtype on this device."""
     if dtype == torch.float32:
@@ -112,10 +113,10 @@ def plan_for(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[ChunkList
     return chunks, _plan(k.shape[-1], v.shape[-1], chunks.layout, v.dtype, v.device)
 
 
-def walk_grid(num_sequences: int, v: Tensor, options: dict[str, Any]) -> tuple[int, int, int]:
-    """One program a sequence, head and block of value channels."""
+def walk_grid(num_sequences: int, v: Tensor, options: dict[str, Any]) -> tuple[int, int]:
+    """One program a sequence, block of value channels, and head."""
     heads, channels = v.shape[2:]
-    return num_sequences, heads, ceil_div(channels, options["BD"])
+    return num_sequences * ceil_div(channels, options["BD"]), heads
 
 
 def forget_plans() -> None:

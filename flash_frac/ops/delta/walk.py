@@ -26,9 +26,10 @@ VARIES = ("num_tokens", "chunks_each")
 
 
 @triton.jit
-def _sequence(p_bounds, p_starts, num_tokens, chunks_each, C: tl.constexpr, LAYOUT: tl.constexpr):
-    """First chunk, number of chunks, first row and number of tokens of this program's sequence."""
-    i_sequence = tl.program_id(0).to(tl.int64)
+def _sequence(
+    i_sequence, p_bounds, p_starts, num_tokens, chunks_each, C: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """First chunk, number of chunks, first row and number of tokens of a sequence."""
     if LAYOUT == "packed":
         row = tl.load(p_bounds + i_sequence).to(tl.int64)
         length = tl.load(p_bounds + i_sequence + 1).to(tl.int64) - row
@@ -47,14 +48,17 @@ def _tokens_left(length, i, C: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _program(D, H, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
-    """Head, tokens, keys and channels; offsets [BD, BK] of a (Q, H, K, D) state, and its mask."""
-    i_h = tl.program_id(1).to(tl.int64)
+    """Sequence, head, tokens, keys and channels; offsets [BD, BK] of a (Q, H, K, D) state; masks.
+
+    Channels are the fast axis of the grid: programs side by side read the same keys.
+    """
+    num_blocks = tl.cdiv(D, BD)
+    i_sequence, i_h = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_k = tl.arange(0, C), tl.arange(0, BK)
-    o_d = tl.program_id(2) * BD + tl.arange(0, BD)
+    o_d = tl.program_id(0) % num_blocks * BD + tl.arange(0, BD)
     m_k, m_d = o_k < K, o_d < D
-    i_state = tl.program_id(0).to(tl.int64) * H + i_h
-    o_state = (i_state * K + o_k)[None, :] * D + o_d[:, None]
-    return i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_d[:, None] & m_k[None, :]
+    o_state = ((i_sequence * H + i_h) * K + o_k)[None, :] * D + o_d[:, None]
+    return i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_d[:, None] & m_k[None, :]
 
 
 @triton.jit
@@ -82,8 +86,10 @@ def delta_walk_kernel(
     (Q, H, K, D); p_corrected and p_states as in `Walked`; p_bounds (Q + 1,), p_starts (Q,) of
     packed sequences.
     """
-    i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
-    first, count, row, length = _sequence(p_bounds, p_starts, num_tokens, chunks_each, C, LAYOUT)
+    i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
+    first, count, row, length = _sequence(
+        i_sequence, p_bounds, p_starts, num_tokens, chunks_each, C, LAYOUT
+    )
     dtype = p_in.k.dtype.element_ty
     # [BD, BK]
     b_state = tl.zeros([BD, BK], dtype=tl.float32)
@@ -143,8 +149,10 @@ def delta_walk_backward_kernel(
     (Q, H, K, D); p_dcorrected and p_dstates as in `Walked`; p_bounds (Q + 1,), p_starts (Q,) of
     packed sequences. A bad dy is left out of dU, and spoils the states of its channel.
     """
-    i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
-    first, count, row, length = _sequence(p_bounds, p_starts, num_tokens, chunks_each, C, LAYOUT)
+    i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
+    first, count, row, length = _sequence(
+        i_sequence, p_bounds, p_starts, num_tokens, chunks_each, C, LAYOUT
+    )
     dtype = p_in.k.dtype.element_ty
     # [BD, BK]
     b_state = tl.zeros([BD, BK], dtype=tl.float32)
