@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flash_frac.bench import ops, peers
+from flash_frac.bench.delta import DELTA
 from flash_frac.bench.peers import Operation
 from flash_frac.bench.rows import read_rows
 from flash_frac.ops.testing import random_inputs
@@ -60,6 +61,19 @@ def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
 def test_without_peers():
     rows, failures = measured()
     assert {name for name, _ in rows} == {"flash_frac torch"} and not failures
+
+
+def test_the_delta_rule(monkeypatch):
+    """Its rows differ from those of the scan by their pass, and fla may be missing."""
+    monkeypatch.setitem(sys.modules, "fla", None)
+    rows, failures = measured(subject=DELTA, peers=DELTA.peers)
+    assert list(rows) == [
+        ("flash_frac torch", "delta forward"),
+        ("flash_frac torch", "delta forward+backward"),
+    ]
+    assert all((row["H"], row["M"], row["D"]) == (2, 4, 8) for row in rows.values())
+    assert all(float(row["error"]) < 0.1 for row in rows.values())
+    assert len(failures) == 1 and "gated_delta_rule" in failures[0]
 
 
 @pytest.mark.parametrize("factor", [1.1, torch.nan])
