@@ -102,7 +102,28 @@ class Block(nn.Module):
         return x, state
 
 
-class LanguageModel(nn.Module):
+class CausalModel(nn.Module):
+    """What `loss` and `token_losses` need of a model: token embeddings, a head without a bias, and
+    the hidden states between them."""
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+
+    def encode(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
+        """Hidden states (B, T, E) after the last norm, and the states of all layers after them.
+
+        Args:
+            tokens: (B, T), of any integer dtype.
+            states: those of an earlier call, to continue its rows; None to begin.
+        """
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of the next token."""
+        return self.lm_head(self.encode(tokens)[0])
+
+
+class LanguageModel(CausalModel):
     """Logits (B, T, V) of the next token at each of the tokens (B, T).
 
     Weights of Linear layers and embeddings start at N(0, 0.02) and biases of Linear layers at 0, as
@@ -133,12 +154,6 @@ class LanguageModel(nn.Module):
     def encode(
         self, tokens: Tensor, states: Sequence[Any] | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """Hidden states (B, T, E) after the last norm, and the state of every layer after them.
-
-        Args:
-            tokens: (B, T), of any integer dtype.
-            states: those of an earlier call, to continue its rows; None to begin.
-        """
         hidden = self.embed_tokens(tokens.long())
         after, times = [], {}
         if self.training and self.design.dilation > 1:
@@ -147,9 +162,6 @@ class LanguageModel(nn.Module):
             hidden, state = layer(hidden, state, **times)
             after.append(state)
         return self.norm(hidden), after
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.encode(tokens)[0])
 
 
 def make_model(design: LanguageModelDesign, seed: int) -> LanguageModel:
@@ -174,19 +186,19 @@ def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     it.
 
     Args:
-        model: a `LanguageModel`.
+        model: a `CausalModel`.
         inputs, targets: (B, T), of any integer dtype; targets are those of the next token, -100
             where none is asked for.
     """
-    assert isinstance(model, LanguageModel)
-    chunk = max(1, _LOGITS_AT_ONCE // model.design.vocab_size)
+    assert isinstance(model, CausalModel)
+    chunk = max(1, _LOGITS_AT_ONCE // model.lm_head.out_features)
     hidden, _ = model.encode(inputs)
     return linear_cross_entropy(
         hidden, model.lm_head.weight, targets.long(), ignore_index=IGNORE, chunk_tokens=chunk
     )
 
 
-def token_losses(model: LanguageModel, tokens: Tensor, piece: int) -> Tensor:
+def token_losses(model: CausalModel, tokens: Tensor, piece: int) -> Tensor:
     """The loss of every token of long rows but the first, (B, T - 1), on the model's device.
 
     Rows are read in pieces, the states carried on, so that only a piece has activations and logits
