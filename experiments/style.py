@@ -8,9 +8,11 @@ from typing import Any
 
 from flash_frac.drawing import FOURTH, GREY, INK, OTHER, OURS, PALE, THIRD
 
+FIFTH = "#3f6fb0"
 NAMES = {
     "frac": "Frac",
     "frac_ours": "Frac (ours)",
+    "frac_delta": "Frac + delta",
     "mamba3": "Mamba3",
     "mamba2": "Mamba2",
     "gated_deltanet": "Gated DeltaNet",
@@ -20,6 +22,7 @@ NAMES = {
 COLOURS = {
     "frac": OURS,
     "frac_ours": INK,
+    "frac_delta": FIFTH,
     "mamba3": PALE,
     "mamba2": OTHER,
     "gated_deltanet": THIRD,
