@@ -9,7 +9,7 @@ Letters: B batch, T time, E width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -104,10 +104,15 @@ class Block(nn.Module):
 
 class CausalModel(nn.Module):
     """What `loss` and `token_losses` need of a model: token embeddings, a head without a bias, and
-    the hidden states between them."""
+    the hidden states between them.
+
+    Attributes:
+        piece: tokens of a row that are read at once in evaluation, at most; None for any number.
+    """
 
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
+    piece: int | None = None
 
     def encode(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
         """Hidden states (B, T, E) after the last norm, and the states of all layers after them.
@@ -198,11 +203,29 @@ def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def read_pieces(model: CausalModel, tokens: Tensor, piece: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden states (B, t, E) of long rows (B, T), and the tokens (B, t) that follow each of them.
+
+    Rows are read in pieces, the states carried on, so that only a piece has activations in memory.
+    The last token of a row is not read.
+
+    Args:
+        model: in eval mode.
+        piece: tokens of a row that are read at once, at most; fewer if the model says so.
+    """
+    states, device = None, model.lm_head.weight.device
+    piece = min(piece, model.piece or piece)
+    for start in range(0, tokens.shape[1] - 1, piece):
+        part = tokens[:, start : start + piece + 1].to(device).long()
+        hidden, states = model.encode(part[:, :-1], states)
+        yield hidden, part[:, 1:]
+
+
 def token_losses(model: CausalModel, tokens: Tensor, piece: int) -> Tensor:
     """The loss of every token of long rows but the first, (B, T - 1), on the model's device.
 
-    Rows are read in pieces, the states carried on, so that only a piece has activations and logits
-    in memory. Products follow the caller's autocast but for the head's, which is in float32.
+    Rows are read in pieces, so that only a piece has activations and logits in memory. Products
+    follow the caller's autocast but for the head's, which is in float32.
 
     Args:
         model: its mode is as before when this returns.
@@ -221,13 +244,11 @@ def token_losses(model: CausalModel, tokens: Tensor, piece: int) -> Tensor:
         raise ValueError(f"piece must be at least 1, got {piece}")
     weight = model.lm_head.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
-    states, losses = None, []
+    losses = []
     with evaluating(model):
-        for start in range(0, tokens.shape[1] - 1, piece):
-            part = tokens[:, start : start + piece + 1].to(weight.device).long()
-            hidden, states = model.encode(part[:, :-1], states)
+        for hidden, following in read_pieces(model, tokens, piece):
             with torch.autocast(weight.device.type, enabled=False):
                 logits = F.linear(hidden.to(wide), weight.to(wide))
-            flat = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+            flat = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
             losses.append(flat.view(logits.shape[:2]))
     return torch.cat(losses, 1)

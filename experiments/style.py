@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,17 @@ def cell(values: Sequence[float], digits: int) -> str:
     """Mean and standard deviation, if there is more than one value."""
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def mean_cell(values: Sequence[float], digits: int) -> str:
+    """Mean and its standard error, if there is more than one value."""
+    error = f" ± {standard_error(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{error}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of two or more values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def curve(axes: Any, values: Mapping[int, Sequence[float]], *, colour: str, label: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.language_model import CausalModel, token_losses
+from experiments.language_model import CausalModel, read_pieces, token_losses
 from experiments.long_documents.corpus import Corpus, batches, windows
 from experiments.long_documents.recall import draw_questions, plant, recall
 from flash_frac.models.evaluating import evaluating
@@ -36,9 +36,13 @@ def last_logits(model: CausalModel, tokens: Tensor, count: int) -> Tensor:
     """Logits (N, count, V) in float32 that predict the last `count` tokens of rows (N, T)."""
     weight = model.lm_head.weight
     with evaluating(model):
-        hidden, _ = model.encode(tokens[:, :-1].to(weight.device))
+        ends: list[Tensor] = []
+        for hidden, _ in read_pieces(model, tokens, tokens.shape[1]):
+            # A last piece may be shorter than `count`.
+            ends = [*ends[-1:], hidden[:, -count:]]
+        last = torch.cat(ends, 1)[:, -count:]
         with torch.autocast(weight.device.type, enabled=False):
-            return F.linear(hidden[:, -count:].float(), weight.float())
+            return F.linear(last.float(), weight.float())
 
 
 def perplexity_rows(
