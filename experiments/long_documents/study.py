@@ -39,7 +39,7 @@ COLUMNS = (
 )
 # Steps whose losses are averaged in train_loss and in reports, and steps between reports.
 _LAST_STEPS = 50
-_REPORT_EVERY = 400
+_REPORT_EVERY = 100
 
 
 class Job(NamedTuple):
