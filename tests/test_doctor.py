@@ -53,7 +53,9 @@ def test_a_whole_examination(tmp_path, monkeypatch):
     assert len({finding.name for finding in report.findings}) == len(report.findings)
     names = {"versions", "requirements", "device", "backend", "model", "checkpoint", "speed"}
     kinds = ("scan", "packed scan", "step", "controls", "convolution", "packed convolution")
-    names |= {f"{kind} (torch)" for kind in (*kinds, "norm", "gated norm")} | {"cross-entropy"}
+    names |= {f"{kind} (torch)" for kind in (*kinds, "norm", "gated norm", "swiglu")} | {
+        "cross-entropy"
+    }
     assert names <= {finding.name for finding in report.findings}
     for name in ("scan (torch)", "cross-entropy"):
         found = named(report, name)[0].found

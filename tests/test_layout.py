@@ -47,7 +47,8 @@ OPERATORS = {
     "control": {"scan"},
     "conv": {"scan"},
     "norm": set(),
-    "decode": {"control", "conv", "norm"},
+    "swiglu": set(),
+    "decode": {"control", "conv", "norm", "swiglu"},
 }
 # And by file, from the ground up: plain forms, the table of backends, kernels, their launches, the
 # functions that users call. Files of one row may import each other.

@@ -9,6 +9,7 @@ import copy
 import gc
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,10 @@ def measure_models(
         yield small_rows(device, dtype, sizes, error, failures)
     chosen = [part for part in PARTS if part in parts]
     others = available(MODEL_PEERS, peers, config, failures) if chosen else []
+
+    if weights is not None:
+        # `Generator` calls quantised layers one by one too, and needs no more tokens than eager.
+        sizes = replace(sizes, steps=sizes.eager_steps)
 
     def ours() -> Subject:
         subject = our_subject(build(config, dtype, device), error)

@@ -27,7 +27,15 @@ from torch.func import functional_call
 from flash_frac.doctor import REPORT_IT, Finding
 from flash_frac.layers import FracMixer, RMSNorm
 from flash_frac.layers.norm import GatedRMSNorm
-from flash_frac.ops import BACKENDS, Controls, ControlSettings, causal_conv, frac_scan, frac_step
+from flash_frac.ops import (
+    BACKENDS,
+    Controls,
+    ControlSettings,
+    causal_conv,
+    frac_scan,
+    frac_step,
+    swiglu,
+)
 from flash_frac.ops.loss import linear_cross_entropy
 from flash_frac.ops.testing import random_inputs, relative_error
 
@@ -79,6 +87,7 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
             "packed convolution": [partial(convolution, lengths=lengths)] * 3,
             "norm": [norm] * 3,
             "gated norm": [gated_norm] * 3,
+            "swiglu": [gated_product] * 3,
         }
         # One form for all devices, which is no part of a backend.
         cases |= {"cross-entropy": [cross_entropy] * 3} if backend == "torch" else {}
@@ -320,6 +329,21 @@ def gated_norm(draw: Draw) -> Case:
         "D": draw.normal(6, 16).float(),
         "u": draw.normal(2, 30, 6, 16).to(draw.dtype),
     }
+    return Case(operator, plain, plain, given, ("y",))
+
+
+def gated_product(draw: Draw) -> Case:
+    """The middle of an MLP, whose gate and up are halves of one tensor."""
+
+    def operator(both: Tensor) -> Any:
+        return [swiglu(*both.chunk(2, -1), backend=draw.backend)]
+
+    def plain(both: Tensor) -> Any:
+        wide = torch.promote_types(both.dtype, torch.float32)
+        gate, up = both.to(wide).chunk(2, -1)
+        return [(gate / (1 + torch.exp(-gate)) * up).to(both.dtype)]
+
+    given = {"gate and up": 2 * draw.normal(60, 192).to(draw.dtype)}
     return Case(operator, plain, plain, given, ("y",))
 
 

@@ -189,7 +189,7 @@ def make_cache(
     cache = FracCache(model.config)
     # Tensors made in inference mode could not be written outside it.
     with torch.inference_mode(False):
-        for index, state in zip(cache.frac_layers, states, strict=True):
+        for index, state in zip(cache.state_layers, states, strict=True):
             write_state(cache, index, state)
     if memory is not None:
         cache.set_memory(memory)
@@ -199,7 +199,7 @@ def make_cache(
 @torch.no_grad()
 def states_of(cache: FracCache) -> list[MixerState]:
     """The states of the Frac layers, in the memory of the cache."""
-    states = (read_state(cache, index) for index in cache.frac_layers)
+    states = (read_state(cache, index) for index in cache.state_layers)
     return [state for state in states if state is not None]
 
 

@@ -93,7 +93,7 @@ def _sample(x: Tensor) -> Tensor:
 def _to_tensors(cache: FracCache, batch_size: int) -> dict[str, Tensor]:
     """Everything that a cache holds, by names that begin with the number of the layer."""
     tensors = {}
-    for index, state in zip(cache.frac_layers, states_of(cache), strict=True):
+    for index, state in zip(cache.state_layers, states_of(cache), strict=True):
         tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
     memory = cache.memory(batch_size)
     for index, (keys, values) in memory.layers.items():

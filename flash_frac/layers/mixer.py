@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
+from flash_frac.layers.plain import is_watched, linear, steps_directly
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import (
     Controls,
@@ -29,7 +30,6 @@ from flash_frac.ops import (
     dilate,
     frac_scan,
     frac_step,
-    uses_triton,
 )
 from flash_frac.ops.context_parallel import sharded_scan, window_before
 from flash_frac.ops.control.reference import num_dynamics, split_dynamics
@@ -324,18 +324,11 @@ class FracMixer(nn.Module):
         """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
         parts = (self.in_proj, self.conv1d, self.dyn_proj, self.rw_proj, self.out_proj)
         return (
-            x.shape[1] == 1
-            # Whatever else stands for a norm, such as a wrapper, is to be called.
-            and type(norm) is RMSNorm
+            steps_directly(self, x, norm, parts, self.backend)
             and type(self.out_norm) is GatedRMSNorm
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(x.device.type)
-            and uses_triton(self.backend, x)
-            and uses_triton(norm.backend, x)
+            and not is_watched(self.out_norm)
             and self.settings.prior == "asymptotic"
             and self.context_group is None
-            and all(_is_plain(part, x) for part in parts)
-            and not any(_is_watched(module) for module in (norm, self, self.out_norm, *parts))
         )
 
     def step_in_place(
@@ -350,12 +343,12 @@ class FracMixer(nn.Module):
 
         hidden = x[:, 0]
         mask = None if attention_mask is None else attention_mask[:, 0]
-        inner_x, gate = _linear(hidden, self.in_proj, norm).chunk(2, -1)
+        inner_x, gate = linear(hidden, self.in_proj, norm).chunk(2, -1)
         u = fused_conv_step(inner_x, self.conv1d.weight, self.conv1d.bias, state.conv, mask=mask)
         gated = fused_control_step(
             u.unflatten(-1, (self.num_heads, -1)),
-            _linear(inner_x, self.dyn_proj),
-            _linear(u, self.rw_proj),
+            linear(inner_x, self.dyn_proj),
+            linear(u, self.rw_proj),
             self.dt_bias,
             self.read_residual_logit,
             self.write_residual_scale,
@@ -367,34 +360,4 @@ class FracMixer(nn.Module):
             skip=self.D,
             mask=mask,
         )
-        return _linear(gated.flatten(1), self.out_proj, self.out_norm, hidden)[:, None]
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether something waits for this module to be called: a hook, or offloading."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
-
-
-def _is_plain(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its weights and nothing else, such as an adapter.
-
-    A weight of another class, such as one of integers and scales, is not what lies in its memory.
-    """
-    return (
-        type(module) in (nn.Linear, CausalConv1d)
-        and type(module.weight) in (Tensor, nn.Parameter)
-        and module.weight.dtype == x.dtype
-        and module.weight.device == x.device
-    )
-
-
-def _linear(
-    x: Tensor, linear: nn.Linear, norm: RMSNorm | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """residual + linear(norm(x)) of vectors (B, E), without gradients."""
-    from flash_frac.ops.decode.triton import norm_linear
-
-    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    return norm_linear(
-        x, linear.weight, linear.bias, norm_weight=norm_weight, eps=eps, residual=residual
-    )
+        return linear(gated.flatten(1), self.out_proj, self.out_norm, hidden)[:, None]

@@ -1,9 +1,10 @@
-"""The attention layers of hybrid models: Hugging Face's Qwen3, given masks and positions.
+"""The attention layers of mixed models: Qwen3's, with or without positions.
 
-Qwen3, because it is the transformer that the paper compares with: attention over all tokens, heads
-of keys and values that queries share, norms of queries and keys, rotary positions, and an MLP.
-Which kernel computes it (`attn_implementation`) is Hugging Face's choice, or the caller's.
-Letters: B batch, T time, P tokens before, N sequences packed in a row.
+Qwen3, because it is the transformer that the paper compares with: heads of keys and values that
+queries share, norms of queries and keys, and rotary positions. Names and shapes of parameters are
+those of Qwen3's layers. Which kernel computes attention (`attn_implementation`) is Hugging Face's
+choice, or the caller's.
+Letters: B batch, T time, P tokens before, E width.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache, Qwen3Config
-from transformers.masking_utils import create_causal_mask
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
-from flash_frac.models.cache import FracCache, FracStaticCache
-
-AttentionBlock = Qwen3DecoderLayer
+from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
+from flash_frac.models.configuration import FracConfig
 
 
 class FracRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -35,110 +40,83 @@ class FracRotaryEmbedding(Qwen3RotaryEmbedding):
         return super()._apply(keep_precision, recurse)
 
 
-class AttentionInputs:
-    """What attention layers need to know of a forward pass, beside its hidden states.
+class Attention(Qwen3Attention):
+    """Causal attention over all tokens or the last ones, with the parameters of Qwen3's.
 
     Args:
-        hidden_states: (B, T, E), of which shape, dtype and device matter.
-        mask: (B, T), 0 at padding; None if there is none.
-        cache: the tokens before; None if there are none and none will be.
-        cu_seqlens: (N + 1,) boundaries of sequences packed in one row.
-
-    Attributes:
-        real: (B, P + T), False at padding, or None if there is none.
-        position_ids: (B or 1, T), the number of real tokens before each, of its own sequence.
+        config: of the attention layers, see `FracConfig.attention_config`.
+        layer_idx: number of the layer in the model.
     """
 
-    def __init__(
+    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: Tensor,
-        mask: Tensor | None,
-        cache: Cache | None,
-        cu_seqlens: Tensor | None,
-    ) -> None:
-        check_attention(mask, cache, cu_seqlens)
-        self.cache, self.cu_seqlens = cache, cu_seqlens
-        batch, num_tokens = hidden_states.shape[:2]
-        past, before = (cache.num_tokens, cache.real) if isinstance(cache, FracCache) else (0, None)
-        device = hidden_states.device
-        self.real: Tensor | None = None
-        if mask is not None or before is not None:
-            parts = [
-                torch.ones(batch, size, dtype=torch.bool, device=device) if x is None else x != 0
-                for x, size in ((before, past), (mask, num_tokens))
-            ]
-            self.real = torch.cat([x.to(device) for x in parts], 1)
-            self.position_ids = self.real.cumsum(1)[:, past:].sub(1).clamp_min(0)
-        else:
-            self.position_ids = torch.arange(past, past + num_tokens, device=device)[None]
-        if cu_seqlens is not None:
-            ends = cu_seqlens.to(device=device, dtype=torch.long)
-            sequence = torch.searchsorted(ends, self.position_ids[0], right=True) - 1
-            self.position_ids = self.position_ids - ends[sequence]
+        *,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        query_scale: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output (B, T, E), and the weights (B, heads, T, P + T) if the implementation has them.
 
-    def arguments(
-        self, config: Qwen3Config, rotary: Qwen3RotaryEmbedding, hidden_states: Tensor
-    ) -> dict[str, Any]:
-        """Of a call of `AttentionBlock`: masks for the implementation that config names."""
-        return {
-            # Packed sequences are told by positions that begin again, if there is no cache.
-            "attention_mask": create_causal_mask(
-                config=config,
-                inputs_embeds=hidden_states,
-                attention_mask=self.real,
-                past_key_values=self.cache if self.cu_seqlens is None else None,
-                position_ids=self.position_ids,
-            ),
-            "position_ids": self.position_ids,
-            "position_embeddings": rotary(hidden_states, self.position_ids),
-        }
-
-    def remember(self) -> None:
-        """Note in the cache, which has taken keys and values, what is padding."""
-        if not isinstance(self.cache, FracCache):
-            return
-        self.cache.real = self.real
-        if self.cu_seqlens is not None:
-            self.cache.unpack(self.cu_seqlens)
+        Args:
+            attention_mask: in the form that the implementation wants.
+            position_embeddings: cosines and sines of rotary positions; None for no positions.
+            query_scale: (B or 1, T), factors of the queries; 1 if None.
+        """
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if query_scale is not None:
+            q = (q * query_scale[:, None, :, None]).to(q.dtype)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation or "eager", eager_attention_forward
+        )
+        y, weights = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(y.reshape(*shape[:2], -1)), weights
 
 
-class StaticAttentionInputs(AttentionInputs):
-    """The same beside a static cache, which knows no padding: masks are of all tokens.
+class AttentionBlock(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then, if the configuration has one, x + MLP(norm(x))."""
 
-    Args:
-        mask: (B, P + T), 0 at padding, or (B, 1, T, room) as `create_causal_mask` made it.
-        position_ids: (B or 1, T); by default counted from the mask or from the cache.
-    """
+    def __init__(self, config: FracConfig, attention_config: Qwen3Config, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(attention_config, layer_idx)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        width = config.mlp_width(layer_idx)
+        self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
+        if self.mlp is not None:
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def __init__(
-        self,
-        hidden_states: Tensor,
-        mask: Tensor | None,
-        cache: FracStaticCache,
-        cu_seqlens: Tensor | None,
-        position_ids: Tensor | None,
-    ) -> None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens cannot be used with a static cache in a model with attention_layers; "
-                "use FracCache(model.config)"
-            )
-        num_tokens = hidden_states.shape[1]
-        self.cache, self.cu_seqlens, self.real = cache, None, mask
-        whole = mask if mask is not None and mask.ndim == 2 else None
-        if whole is not None and not torch.compiler.is_compiling():
-            seen = int(cache.num_tokens) + num_tokens
-            if whole.shape[1] != seen:
-                raise ValueError(
-                    "attention_mask beside a static cache must cover all tokens, those before "
-                    f"included: expected {seen} columns, got {whole.shape[1]}"
-                )
-        if position_ids is None and whole is not None:
-            position_ids = whole.ne(0).cumsum(1)[:, -num_tokens:].sub(1).clamp_min(0)
-        elif position_ids is None:
-            tokens = torch.arange(num_tokens, device=hidden_states.device)
-            position_ids = (tokens + cache.num_tokens)[None]
-        self.position_ids = position_ids
+    def forward(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        """Arguments as in `Attention`."""
+        hidden_states = (
+            hidden_states + self.self_attn(self.input_layernorm(hidden_states), **inputs)[0]
+        )
+        if self.mlp is None:
+            return hidden_states
+        return add_mlp(hidden_states, self.post_attention_layernorm, self.mlp)
 
 
 @contextmanager
@@ -155,22 +133,3 @@ def recorded_attentions(blocks: Iterable[nn.Module]) -> Iterator[list[Any]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def check_attention(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:
-    """ValueError for what a hybrid model cannot do, and a Frac model can."""
-    if cache is not None and not isinstance(cache, FracCache):
-        raise ValueError(
-            "past_key_values of a model with attention_layers must be a FracCache, which knows "
-            f"what is padding, got {type(cache).__name__}; use FracCache(model.config)"
-        )
-    if cu_seqlens is not None and mask is not None:
-        raise ValueError(
-            "attention_mask beside cu_seqlens is not supported by models with attention_layers; "
-            "leave padding out of the packed row"
-        )
-    if cu_seqlens is not None and cache is not None and cache.get_seq_length():
-        raise ValueError(
-            "cu_seqlens cannot go on from a cache in a model with attention_layers; pass the "
-            "sequences as a batch, padded on the left with an attention_mask"
-        )

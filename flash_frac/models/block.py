@@ -1,18 +1,23 @@
-"""One Frac layer of a model: x + mixer(RMSNorm(x)), with its state in the cache."""
+"""One layer of a model with a state of fixed size: frac or delta, and an MLP if there is one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flash_frac.layers import FracMixer, RMSNorm
+from flash_frac.layers import FracMixer, GatedMLP, RMSNorm, add_mlp
 from flash_frac.models.cache import read_state, write_state
 from flash_frac.models.configuration import FracConfig
 
+# Mixers whose state has a fixed size; what `_init_weights` and context groups look for.
+STATE_MIXERS = (FracMixer,)
+
 
 def mixer_from_config(config: FracConfig) -> FracMixer:
-    """The mixer of one layer of a model with this configuration."""
+    """The mixer of a Frac layer of a model with this configuration."""
     return FracMixer(
         config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -36,13 +41,17 @@ def mixer_from_config(config: FracConfig) -> FracMixer:
 
 
 class FracBlock(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), keeping its state in the cache, if there is one."""
+    """x + mixer(norm(x)), then x + mlp(mlp_norm(x)) if it has an MLP; its state is in the cache."""
 
     def __init__(self, config: FracConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = mixer_from_config(config)
+        width = config.mlp_width(layer_idx)
+        self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
+        if self.mlp is not None:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -53,23 +62,25 @@ class FracBlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
         elapsed: Tensor | None = None,
     ) -> Tensor:
-        state = None if past_key_values is None else read_state(past_key_values, self.layer_idx)
+        inputs = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
+        hidden_states = self._mix(hidden_states, past_key_values, inputs)
+        if self.mlp is None:
+            return hidden_states
+        return add_mlp(hidden_states, self.mlp_norm, self.mlp)
+
+    def _mix(self, hidden_states: Tensor, cache: Cache | None, inputs: dict[str, Any]) -> Tensor:
+        state = None if cache is None else read_state(cache, self.layer_idx)
         if (
             state is not None
-            and cu_seqlens is None
-            and elapsed is None
+            and inputs["cu_seqlens"] is None
+            and inputs["elapsed"] is None
             # An adapter may stand for the mixer; it is to be called.
-            and isinstance(self.mixer, FracMixer)
+            and isinstance(self.mixer, STATE_MIXERS)
             and self.mixer.steps_in_place(hidden_states, self.norm)
         ):
-            return self.mixer.step_in_place(hidden_states, self.norm, state, attention_mask)
-        mixed, state = self.mixer(
-            self.norm(hidden_states),
-            state=state,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            elapsed=elapsed,
-        )
-        if past_key_values is not None:
-            write_state(past_key_values, self.layer_idx, state)
+            mask = inputs["attention_mask"]
+            return self.mixer.step_in_place(hidden_states, self.norm, state, mask)
+        mixed, state = self.mixer(self.norm(hidden_states), state=state, **inputs)
+        if cache is not None:
+            write_state(cache, self.layer_idx, state)
         return hidden_states + mixed

@@ -1,8 +1,8 @@
-"""Hugging Face's cache, holding the states of Frac layers and the keys and values of attention.
+"""Hugging Face's cache: states of frac and delta layers, keys and values of attention.
 
 The tensors live in `transformers`' own `LinearAttentionLayer`: conv_states (B, I, K - 1) and
 recurrent_states (B, H, M, D), and in its `DynamicLayer`: keys and values (B, heads, T, channels).
-Reordering beams, resetting and offloading are its work.
+Reordering beams, resetting and offloading are its work. W is the window of sliding layers.
 """
 
 from __future__ import annotations
@@ -22,25 +22,32 @@ from flash_frac.layers import MixerState
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """What the attention layers of a hybrid model remember. Nothing writes to its tensors.
+    """What the attention layers of a mixed model remember. Nothing writes to its tensors.
 
     Attributes:
-        layers: by number of the layer, keys and values (B, heads, T, channels); none if T = 0.
+        layers: by number of the layer, keys and values (B, heads, S, channels) of the last S
+            columns of `real`; sliding layers keep fewer. None of a layer that has read nothing.
         real: (B, T), False at padding, which no query sees.
+        before: (B,), real tokens before those of `real`; zeros if None.
     """
 
     layers: dict[int, tuple[Tensor, Tensor]]
     real: Tensor
+    before: Tensor | None = None
 
     def select(self, rows: Sequence[int]) -> AttentionMemory:
         """The sequences at `rows`, in that order, without the tokens that are padding in all."""
-        real = self.real[torch.as_tensor(rows, device=self.real.device)]
+        index = torch.as_tensor(rows, device=self.real.device)
+        real = self.real[index]
         kept = real.any(0)
-        layers = {
-            n: tuple(x[torch.as_tensor(rows, device=x.device)][:, :, kept.to(x.device)] for x in kv)
-            for n, kv in self.layers.items()
-        }
-        return AttentionMemory(layers, real[:, kept])  # pyright: ignore[reportArgumentType]
+
+        def part(x: Tensor) -> Tensor:
+            columns = kept[len(kept) - x.shape[2] :].to(x.device)
+            return x[index.to(x.device)][:, :, columns]
+
+        layers = {n: (part(keys), part(values)) for n, (keys, values) in self.layers.items()}
+        before = None if self.before is None else self.before[index]
+        return AttentionMemory(layers, real[:, kept], before)
 
     @staticmethod
     def cat(memories: Sequence[AttentionMemory]) -> AttentionMemory:
@@ -55,9 +62,21 @@ class AttentionMemory:
                 x.layers[n][part] if x.layers else blank.expand(len(x.real), -1, -1, -1)
                 for x in memories
             ]
-            return torch.cat([F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in each])
+            most = max(x.shape[2] for x in each)
+            return torch.cat([F.pad(x, (0, 0, most - x.shape[2], 0)) for x in each])
 
-        return AttentionMemory({n: (joined(n, 0), joined(n, 1)) for n in known}, torch.cat(real))
+        before = None
+        if any(memory.before is not None for memory in memories):
+            before = torch.cat(
+                [
+                    x.real.new_zeros(len(x.real), dtype=torch.long)
+                    if x.before is None
+                    else x.before
+                    for x in memories
+                ]
+            )
+        layers = {n: (joined(n, 0), joined(n, 1)) for n in known}
+        return AttentionMemory(layers, torch.cat(real), before)
 
     @property
     def nbytes(self) -> int:
@@ -76,23 +95,48 @@ class FracCache(DynamicCache):
     """A `DynamicCache` that also counts the tokens it has seen, and notes which were padding.
 
     `generate` needs the count to tell new tokens from those already in the cache; Hugging Face's
-    caches take it from attention layers, of which most Frac models have none.
+    caches take it from attention layers, of which most Frac models have none. Sliding layers keep
+    the last W - 1 real tokens of every sequence, whatever padding is between them.
 
     Attributes:
         num_tokens: tokens seen, padding included.
-        real: of a hybrid model, (B, num_tokens), False at padding; None if there was none.
+        real: of a model with attention, (B, num_held), False at padding; None if there was none.
+        before: (B,), real tokens before those of `real`; None if none, or if `real` is None.
+        state_layers, attention_layers, sliding_layers: numbers of the layers with a state of fixed
+            size (frac, delta), of those with keys and values, and of these the sliding ones.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self.num_tokens = 0
         self.real: Tensor | None = None
-        attention = [isinstance(layer, DynamicLayer) for layer in self.layers]
-        self.frac_layers = [n for n, is_attention in enumerate(attention) if not is_attention]
-        self.attention_layers = [n for n, is_attention in enumerate(attention) if is_attention]
+        self.before: Tensor | None = None
+        kinds = list(enumerate(config.layer_types))  # pyright: ignore[reportAttributeAccessIssue]
+        self.state_layers = [n for n, kind in kinds if kind == "linear_attention"]
+        self.attention_layers = [n for n, kind in kinds if kind != "linear_attention"]
+        self.sliding_layers = [n for n, kind in kinds if kind == "sliding_attention"]
+        self.window: int | None = getattr(config, "sliding_window", None)
+        for n in self.sliding_layers:
+            # Hugging Face's would count padding as tokens of the window.
+            self.layers[n] = DynamicLayer()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
+        return self.num_tokens
+
+    @property
+    def num_sliding(self) -> int:
+        """Columns of keys that sliding layers hold."""
+        if not self.sliding_layers or not self.num_tokens:
+            return 0
+        layer: Any = self.layers[self.sliding_layers[0]]
+        return layer.get_seq_length()
+
+    @property
+    def num_held(self) -> int:
+        """Columns of keys that the layers hold which hold most."""
+        if len(self.sliding_layers) == len(self.attention_layers):
+            return self.num_sliding
         return self.num_tokens
 
     @property
@@ -109,13 +153,13 @@ class FracCache(DynamicCache):
         raise ValueError(CANNOT_CROP)
 
     def tensors(self) -> list[Tensor]:
-        """The memory of all Frac layers that have seen tokens: recurrent states and windows."""
-        layers: list[Any] = [self.layers[n] for n in self.frac_layers]
+        """Recurrent states and windows of all frac and delta layers that have seen tokens."""
+        layers: list[Any] = [self.layers[n] for n in self.state_layers]
         states = (_tensor(x) for y in layers for x in (y.recurrent_states, y.conv_states))
         return [state for state in states if state is not None]
 
     def reset(self) -> None:
-        """Empty the cache, keeping the memory of Frac layers."""
+        """Empty the cache, keeping the memory of states."""
         super().reset()
         self.forget()
 
@@ -124,24 +168,60 @@ class FracCache(DynamicCache):
         for n in self.attention_layers:
             # transformers 5.10 would zero its tensors, and keep their length.
             self.layers[n] = DynamicLayer()
-        self.num_tokens, self.real = 0, None
+        self.num_tokens, self.real, self.before = 0, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the sequences at `beam_idx`, in that order."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         if self.real is not None:
             self.real = self.real.index_select(0, beam_idx.to(self.real.device))
+        if self.before is not None:
+            self.before = self.before.index_select(0, beam_idx.to(self.before.device))
+
+    def slide(self) -> None:
+        """Drop the keys and values that no later token of a sliding layer will see."""
+        num = self.num_sliding
+        kept = self._num_to_keep(num)
+        if kept == num:
+            return
+        for n in self.sliding_layers:
+            layer: Any = self.layers[n]
+            # Copies where most goes, whose memory would stay otherwise.
+            for name in ("keys", "values"):
+                rest = getattr(layer, name)[:, :, num - kept :]
+                setattr(layer, name, rest.clone() if 2 * kept < num else rest)
+        if self.real is not None and len(self.sliding_layers) == len(self.attention_layers):
+            dropped = self.real.shape[1] - kept
+            gone = self.real[:, :dropped].sum(1)
+            self.before = gone if self.before is None else self.before + gone
+            self.real = self.real[:, dropped:]
+
+    def _num_to_keep(self, num: int) -> int:
+        """Of the columns that sliding layers hold, those with the last W - 1 real tokens."""
+        if self.window is None or num < self.window:
+            return num
+        if self.real is None:
+            return self.window - 1
+        # Looking waits for a GPU: not for every token.
+        if num < 2 * self.window:
+            return num
+        real = self.real[:, -num:]
+        later = real.flip(1).cumsum(1).flip(1)
+        needed = (real & (later < self.window)).any(0)
+        return int(num - needed.int().argmax()) if bool(needed.any()) else 0
 
     def memory(self, batch_size: int) -> AttentionMemory:
         """What the attention layers remember of B sequences, in the memory of the cache."""
         layers: dict[int, Any] = {n: self.layers[n] for n in self.attention_layers}
         held = {n: (x.keys, x.values) for n, x in layers.items() if x.get_seq_length()}
-        real = self.real
+        real, before = self.real, self.before
         if real is None:
-            length = self.num_tokens if self.attention_layers else 0
-            place = next((keys.device for keys, _ in held.values()), None)
-            real = torch.ones(batch_size, length, dtype=torch.bool, device=place)
-        return AttentionMemory(held, real)
+            length = self.num_held if self.attention_layers else 0
+            device = next((keys.device for keys, _ in held.values()), None)
+            real = torch.ones(batch_size, length, dtype=torch.bool, device=device)
+            if self.attention_layers and length < self.num_tokens:
+                before = real.new_full((batch_size,), self.num_tokens - length, dtype=torch.long)
+        return AttentionMemory(held, real, before)
 
     def set_memory(self, memory: AttentionMemory) -> None:
         """Let the attention layers remember this, in the same memory, and nothing else."""
@@ -151,8 +231,11 @@ class FracCache(DynamicCache):
             layer.lazy_initialization(keys, values)
             # Not by update, which would copy them; no layer of this kind writes to its tensors.
             layer.keys, layer.values = keys, values
-        self.num_tokens = memory.real.shape[1]
-        self.real = None if bool(memory.real.all()) else memory.real
+        before = memory.before
+        self.num_tokens = memory.real.shape[1] + (0 if before is None else int(before.max()))
+        alike = before is None or bool((before == before.max()).all())
+        if not (alike and bool(memory.real.all())):
+            self.real, self.before = memory.real, before
 
     def unpack(self, cu_seqlens: Tensor) -> None:
         """Make a batch of the N sequences packed in one row, the shorter ones behind padding."""
@@ -160,20 +243,21 @@ class FracCache(DynamicCache):
         ends = cu_seqlens.to(packed.real.device, torch.long)
         begins, ends = ends[:-1, None], ends[1:, None]
         longest = int((ends - begins).max())
-        places = ends - longest + torch.arange(longest, device=ends.device)
-        rows = places.clamp_min(0)
+        columns = ends - longest + torch.arange(longest, device=ends.device)
+        rows = columns.clamp_min(0)
         layers = {
             n: (keys[0][:, rows].transpose(0, 1), values[0][:, rows].transpose(0, 1))
             for n, (keys, values) in packed.layers.items()
         }
-        self.set_memory(AttentionMemory(layers, places >= begins))
+        self.set_memory(AttentionMemory(layers, columns >= begins))
 
 
 class FracStaticCache(StaticCache):
     """The cache of `cache_implementation="static"`, with which a compiled model decodes.
 
-    Frac states have a fixed size anyway; the attention layers of hybrid models get room for
-    `max_cache_len` tokens. It does not note padding: with one, pass masks of all tokens.
+    Other states have a fixed size anyway; attention layers get room for `max_cache_len` tokens, and
+    sliding ones for those of their window. It does not note padding: with some, pass masks of all
+    tokens.
 
     Attributes:
         num_tokens: tokens seen, padding included; a tensor, so that a compiled step can count.

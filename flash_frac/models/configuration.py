@@ -15,6 +15,15 @@ from transformers.utils import logging
 
 from flash_frac.models.export import auto_map, write_code
 from flash_frac.models.fields import check_names, check_types, nearest, own_fields, unknown_names
+from flash_frac.models.mixers import (
+    ATTENTION,
+    LAYER_TYPES,
+    MLP_EXPAND,
+    check_attention,
+    check_delta,
+    check_mlp,
+    mixer_types_of,
+)
 from flash_frac.ops import ControlSettings
 from flash_frac.theory.banks import resolve_bank
 
@@ -66,25 +75,41 @@ class FracConfig(PreTrainedConfig):
         frac_beta: "exact_zoh" for (1 - rho) / lambda instead of "one_minus_rho".
     "Pure multiscale bank" is frac_alpha_fixed=1, both priors False and frac_learned_timescales.
 
-    Hybrid models, in which some layers are those of a transformer:
-        attention_layers: numbers of the layers, from 0, that are Qwen3's attention and MLP instead
-            of a Frac block; None for none.
+    Mixed models, in which layers have other mixers than Frac (docs/hybrid.md):
+        mixer_types: one of "frac", "delta", "attention" and "sliding_attention" for each layer, or
+            a shorter pattern that repeats; all "frac" if None. Stored with one for each layer.
+        attention_layers: older name, still read: numbers from 0 of attention layers, the others
+            being Frac; each with an MLP of 3 hidden_size.
+        mlp_intermediate_size: width of the SwiGLU MLP after the mixer of every block; None for
+            none, as published.
+        attention_intermediate_size: the same for attention layers alone, if it differs.
         attention_head_dim: channels of an attention head; hidden_size / num_attention_heads if
             None. There are num_attention_heads of them.
         attention_key_value_heads: heads of keys and values; num_attention_heads if None.
-        attention_intermediate_size: of the MLP; 3 hidden_size if None, as in Qwen3-0.6B and 1.7B.
+        attention_positions: "rope", or "none": attention then learns order from the other layers,
+            and reaches beyond the length of training.
         attention_rope_parameters: as `rope_parameters` of Qwen3Config; a rope_theta of 1e6 if None.
+        attention_temperature_length, attention_temperature_slope: queries of full attention that
+            see n tokens, more than this length n0, are multiplied by 1 + slope log(n / n0), which
+            keeps attention sharp there; off if None. By default slope is 1 / log(n0), so that the
+            factor is log(n) / log(n0).
+        sliding_window: tokens that sliding_attention layers see, each token itself included.
         attention_bias, attention_dropout: as in Qwen3Config.
+        delta_num_heads, delta_head_dim (K), delta_expand_v, delta_conv_kernel: of delta layers:
+            num_attention_heads, 3 hidden_size / (4 heads), value channels 2 K, 4 taps by default.
 
     Example:
         >>> config = FracConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
         >>> model = FracForCausalLM(config)
-        >>> hybrid = FracConfig(num_hidden_layers=12, attention_layers=[5, 11])
+        >>> mixed = FracConfig(num_hidden_layers=12, mixer_types=["frac", "frac", "attention"],
+        ...                    mlp_intermediate_size=2048, attention_positions="none")
     """
 
     model_type = "frac"
     # A list, to which Trainer adds one of its own.
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    # Names of fields in older checkpoints, which __post_init__ turns into others.
+    older_names = ("attention_layers",)
 
     vocab_size: int = 32000
     hidden_size: int = 768
@@ -131,13 +156,22 @@ class FracConfig(PreTrainedConfig):
     frac_learned_timescales: bool = False
     frac_use_D: bool = True
     frac_beta: str = ControlSettings.beta
-    attention_layers: list[int] | None = None
+    mixer_types: list[str] | None = None
+    mlp_intermediate_size: int | None = None
     attention_head_dim: int | None = None
     attention_key_value_heads: int | None = None
     attention_intermediate_size: int | None = None
+    attention_positions: str = "rope"
     attention_rope_parameters: dict[str, Any] | None = None
+    attention_temperature_length: int | None = None
+    attention_temperature_slope: float | None = None
+    sliding_window: int | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
+    delta_num_heads: int | None = None
+    delta_head_dim: int | None = None
+    delta_expand_v: float = 2.0
+    delta_conv_kernel: int = 4
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_names(kwargs, type(self))
@@ -156,9 +190,22 @@ class FracConfig(PreTrainedConfig):
         if self.frac_head_dim is None:
             self.frac_head_dim = self.intermediate_size // self.num_attention_heads
         self._check()
-        if self.attention_layers is not None:
-            self._check_attention()
+        self._set_mixers(kwargs.pop("attention_layers", None))
         super().__post_init__(**kwargs)
+
+    def _set_mixers(self, attention_layers: list[int] | None) -> None:
+        """One type for each layer, and fields that fit them."""
+        if self.mixer_types is None and attention_layers:
+            width = self.attention_intermediate_size or MLP_EXPAND * self.hidden_size
+            self.attention_intermediate_size = width
+        self.mixer_types = mixer_types_of(
+            self.mixer_types, attention_layers, self.num_hidden_layers
+        )
+        check_mlp(self)
+        if self.attention_layers:
+            check_attention(self)
+        if "delta" in self.mixer_types:
+            check_delta(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -258,52 +305,13 @@ class FracConfig(PreTrainedConfig):
             beta=self.frac_beta,  # pyright: ignore[reportArgumentType]
         )
 
-    def _check_attention(self) -> None:
-        layers, count = self.attention_layers, self.num_hidden_layers
-        assert layers is not None
-        if len(set(layers)) != len(layers) or not all(0 <= n < count for n in layers):
-            raise ValueError(
-                "attention_layers must be a list of different whole numbers from 0 to "
-                f"{count - 1}, the layers of the model, got {layers!r}"
-            )
-        if len(layers) == count:
-            raise ValueError(
-                f"attention_layers must leave a Frac layer, got all {count}; for a transformer "
-                "without Frac layers, use transformers.Qwen3Config"
-            )
-        self.attention_layers = sorted(layers)
-        heads = self.num_attention_heads
-        for name in (
-            "attention_head_dim",
-            "attention_key_value_heads",
-            "attention_intermediate_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
-        if self.attention_head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"attention_head_dim must be given, because hidden_size ({self.hidden_size}) is no "
-                f"multiple of num_attention_heads ({heads})"
-            )
-        if (self.attention_head_dim or self.hidden_size // heads) % 2:
-            raise ValueError(
-                "attention_head_dim must be even, for rotary positions, got "
-                f"{self.attention_head_dim or self.hidden_size // heads}"
-            )
-        if heads % (self.attention_key_value_heads or heads):
-            raise ValueError(
-                f"attention_key_value_heads must divide num_attention_heads ({heads}), got "
-                f"{self.attention_key_value_heads}"
-            )
-
     def attention_config(self) -> Qwen3Config:
         """The configuration of the attention layers, for Hugging Face's classes."""
         heads, rope = self.num_attention_heads, self.attention_rope_parameters
+        names = {"linear_attention": "full_attention"}
         return Qwen3Config(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
-            intermediate_size=self.attention_intermediate_size or 3 * self.hidden_size,
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=heads,
             num_key_value_heads=self.attention_key_value_heads or heads,
@@ -316,7 +324,16 @@ class FracConfig(PreTrainedConfig):
             rope_parameters={"rope_type": "default", "rope_theta": 1e6} | (rope or {}),
             attention_bias=self.attention_bias,
             attention_dropout=self.attention_dropout,
+            # Qwen3 knows no other layers; those of ours between them are never asked for.
+            layer_types=[names.get(name, name) for name in self.layer_types],
+            use_sliding_window=self.sliding_window is not None,
+            sliding_window=self.sliding_window,
         )
+
+    def mlp_width(self, layer_idx: int) -> int | None:
+        """The width of the MLP of a layer, or None if it has none."""
+        own = self.attention_intermediate_size if layer_idx in self.attention_layers else None
+        return own or self.mlp_intermediate_size
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
@@ -333,10 +350,11 @@ class FracConfig(PreTrainedConfig):
         """Nothing to do: transformers would copy our source files into every checkpoint."""
 
     @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers of attention, full or sliding."""
+        return [n for n, name in enumerate(self.mixer_types or []) if name in ATTENTION]
+
+    @property
     def layer_types(self) -> list[str]:
-        """By Hugging Face's names; a Frac state has a fixed size, as that of linear attention."""
-        attention = self.attention_layers or []
-        return [
-            "full_attention" if n in attention else "linear_attention"
-            for n in range(self.num_hidden_layers)
-        ]
+        """By Hugging Face's names; frac and delta states have a fixed size, as linear attention."""
+        return [LAYER_TYPES[name] for name in self.mixer_types or []]

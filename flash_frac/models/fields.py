@@ -43,6 +43,7 @@ _WORDS: dict[Any, str] = {
     NoneType: "None",
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
+    list[str]: "a list of names",
     dict[str, Any]: "a mapping",
 }
 
@@ -53,14 +54,15 @@ def unknown_names(names: Iterable[str], config_class: type[PreTrainedConfig]) ->
     Private names (_name_or_path) are notes of whoever wrote the file.
     """
     known = {field.name for field in fields(config_class)} | _OF_TRANSFORMERS
-    known |= set(vars(GenerationConfig()))
+    known |= {*vars(GenerationConfig()), *getattr(config_class, "older_names", ())}
     return [name for name in names if name not in known and not name.startswith("_")]
 
 
 def own_fields(config_class: type[PreTrainedConfig]) -> list[str]:
-    """The fields that a configuration adds to those of its base class."""
+    """The fields that a configuration adds to those of its base class, older names included."""
     common = {field.name for field in fields(PreTrainedConfig)}
-    return [field.name for field in fields(config_class) if field.name not in common]
+    added = [field.name for field in fields(config_class) if field.name not in common]
+    return [*added, *getattr(config_class, "older_names", ())]
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, GenerationMixin
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import logging
 
 from flash_frac.models.cache import CANNOT_CROP, FracCache, FracStaticCache
@@ -76,12 +76,17 @@ class FracGenerationMixin(GenerationMixin):
         # A token that was just generated is no padding.
         if attention_mask is not None and num_tokens > 1:
             masks["linear_attention"] = attention_mask[:, -num_tokens:]
-        if config.attention_layers:
-            masks["full_attention"] = create_causal_mask(
-                config=config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
+        makers = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+        }
+        for name, make in makers.items():
+            if name in config.layer_types:
+                masks[name] = make(
+                    config=config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
         return masks

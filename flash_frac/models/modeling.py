@@ -1,7 +1,7 @@
 """Frac as a Hugging Face model: FracModel, FracForCausalLM, FracForSequenceClassification.
 
-A block is x + mixer(RMSNorm(x)), without an MLP; after the last one comes a norm. In hybrid models,
-`config.attention_layers` are blocks of a transformer, see `flash_frac.models.attention`.
+A block is x + mixer(RMSNorm(x)), then, if the configuration has an MLP, x + MLP(RMSNorm(x)); after
+the last one comes a norm. `config.mixer_types` says which mixer each block has.
 Letters: B batch, T time, E width, V vocabulary, N sequences (B, or those packed in a row).
 """
 
@@ -20,15 +20,10 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
-from flash_frac.layers import TIME_PARAMETERS, FracMixer, RMSNorm
-from flash_frac.models.attention import (
-    AttentionBlock,
-    AttentionInputs,
-    FracRotaryEmbedding,
-    StaticAttentionInputs,
-    recorded_attentions,
-)
-from flash_frac.models.block import FracBlock
+from flash_frac.layers import TIME_PARAMETERS, RMSNorm
+from flash_frac.models.attention import AttentionBlock, FracRotaryEmbedding, recorded_attentions
+from flash_frac.models.attention_inputs import AttentionInputs, StaticAttentionInputs
+from flash_frac.models.block import STATE_MIXERS, FracBlock
 from flash_frac.models.boundaries import find_boundaries
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
@@ -42,6 +37,7 @@ from flash_frac.models.inputs import (
     random_elapsed,
     wants_attentions,
 )
+from flash_frac.models.mixers import ATTENTION, mixer_types_of
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.loss import linear_cross_entropy
 
@@ -62,7 +58,7 @@ class FracPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = {f"mixer.{name}" for name in TIME_PARAMETERS}  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
-    # Of the attention layers of hybrid models.
+    # Of attention layers.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -70,14 +66,16 @@ class FracPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: FracConfig) -> None:
         super().__init__(config)
-        if config.attention_layers:
-            # Not in all models: FSDP wants to find what is named here.
-            self._no_split_modules = {"FracBlock", "Qwen3DecoderLayer"}
+        # FSDP wants to find what is named here.
+        types = set(config.mixer_types or ())
+        self._no_split_modules = {
+            "AttentionBlock" if x in ATTENTION else "FracBlock" for x in types
+        }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, FracMixer):
+        if isinstance(module, STATE_MIXERS):
             for name, value in module.initial_time_values().items():
                 if getattr(module, name) is not None:
                     init.copy_(getattr(module, name), value)
@@ -110,12 +108,12 @@ class FracPreTrainedModel(PreTrainedModel):
                 "a row; set it to 1, or give every rank rows of its own"
             )
         for module in self.modules():
-            if isinstance(module, FracMixer):
+            if isinstance(module, STATE_MIXERS):
                 module.context_group = group
 
 
 class FracModel(FracPreTrainedModel):
-    """Token embeddings, Frac blocks, or some of attention between them, and a final norm."""
+    """Token embeddings, a block for each of config.mixer_types, and a final norm."""
 
     def __init__(self, config: FracConfig) -> None:
         super().__init__(config)
@@ -123,17 +121,21 @@ class FracModel(FracPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.attention_config = config.attention_config() if config.attention_layers else None
-        if self.attention_config is not None:
+        self.rotary_emb = None
+        if self.attention_config is not None and config.attention_positions == "rope":
             self.rotary_emb = FracRotaryEmbedding(self.attention_config)
-        self.layers = nn.ModuleList(self._block(n) for n in range(config.num_hidden_layers))
+        # Again, because num_hidden_layers may have been changed since.
+        self.mixer_types = mixer_types_of(config.mixer_types, None, config.num_hidden_layers)
+        self.layers = nn.ModuleList(self._block(n, x) for n, x in enumerate(self.mixer_types))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _block(self, layer_idx: int) -> FracBlock | AttentionBlock:
-        if self.attention_config is None or layer_idx not in (self.config.attention_layers or []):
-            return FracBlock(self.config, layer_idx)
-        return AttentionBlock(self.attention_config, layer_idx)
+    def _block(self, layer_idx: int, mixer_type: str) -> FracBlock | AttentionBlock:
+        if mixer_type in ATTENTION:
+            assert self.attention_config is not None
+            return AttentionBlock(self.config, self.attention_config, layer_idx)
+        return FracBlock(self.config, layer_idx)
 
     def forward(
         self,
@@ -157,12 +159,12 @@ class FracModel(FracPreTrainedModel):
             attention_mask: (B, T), 0 at padding, on either side or inside; with a cache it may also
                 cover the tokens before, (B, past + T).
             position_ids: (B or 1, T); in one row without padding, a position that does not follow
-                the one before begins a packed sequence. Not used otherwise: in hybrid models the
+                the one before begins a packed sequence. Not used otherwise: for attention the
                 position of a token is the number of real ones before it.
             past_key_values: the states to continue from; any number of tokens is taken at once.
             use_cache: return the states; by default, config.use_cache outside training.
-            output_attentions: return the weights of the attention layers of a hybrid model, which
-                transformers' "eager" implementation then computes.
+            output_attentions: return the weights of the attention layers, which transformers'
+                "eager" implementation then computes.
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
@@ -205,12 +207,18 @@ class FracModel(FracPreTrainedModel):
         if isinstance(past_key_values, FracStaticCache):
             past_key_values.place(hidden_states.device)
         if self.attention_config is not None and isinstance(past_key_values, FracStaticCache):
-            mask = masks.get("full_attention") if masks else attention_mask
             attention = StaticAttentionInputs(
-                hidden_states, mask, past_key_values, cu_seqlens, position_ids
+                self.config,
+                hidden_states,
+                masks or attention_mask,
+                past_key_values,
+                cu_seqlens,
+                position_ids,
             )
         elif self.attention_config is not None:
-            attention = AttentionInputs(hidden_states, mask, past_key_values, cu_seqlens)
+            attention = AttentionInputs(
+                self.config, hidden_states, mask, past_key_values, cu_seqlens
+            )
         implementation = "eager" if with_attentions else self.config._attn_implementation
         with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:
             states = self._run_blocks(
@@ -230,22 +238,21 @@ class FracModel(FracPreTrainedModel):
         self,
         hidden_states: Tensor,
         cache: Cache | None,
-        frac_inputs: dict[str, Any],
+        state_inputs: dict[str, Any],
         attention: AttentionInputs | None,
         implementation: str | None,
     ) -> list[Any]:
         """The input of every block, and the normed output of the last one."""
-        attention_inputs = {}
+        inputs = {"frac": state_inputs, "delta": state_inputs}
         if attention is not None:
             config: Any = self.attention_config
             # The caller may choose another one at any time.
             config._attn_implementation = implementation
-            attention_inputs = attention.arguments(config, self.rotary_emb, hidden_states)
+            inputs |= attention.arguments(config, self.rotary_emb)
         states = []
-        for block in self.layers:
+        for block, name in zip(self.layers, self.mixer_types, strict=True):
             states.append(hidden_states)
-            inputs = frac_inputs if isinstance(block, FracBlock) else attention_inputs
-            hidden_states = block(hidden_states, past_key_values=cache, **inputs)
+            hidden_states = block(hidden_states, past_key_values=cache, **inputs[name])
         if isinstance(cache, FracCache | FracStaticCache):
             cache.count(hidden_states.shape[1])
         if attention is not None:

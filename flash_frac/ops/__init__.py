@@ -1,4 +1,4 @@
-"""Pure functions of tensors, one folder per operator: scan, controls, convolution, norm, decoding.
+"""Pure functions of tensors, one folder per operator.
 
 `backends` decides which implementation of an operator runs.
 """
@@ -19,6 +19,7 @@ from flash_frac.ops.conv.api import ConvOutput, causal_conv
 from flash_frac.ops.norm.api import gated_norm, norm
 from flash_frac.ops.norm.reference import rms_norm
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, frac_scan, frac_step
+from flash_frac.ops.swiglu.api import swiglu
 
 __all__ = [
     "BACKENDS",
@@ -42,5 +43,6 @@ __all__ = [
     "norm",
     "resolve_backend",
     "rms_norm",
+    "swiglu",
     "uses_triton",
 ]

@@ -9,8 +9,11 @@ block of values, m_ mask, CAPS constexpr; a comment such as # [C, BD] gives the 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 # Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1). Fixed at import,
@@ -26,6 +29,18 @@ def block_size(size: int, *, smallest: int = 16) -> int:
 def ceil_div(a: int, b: int) -> int:
     """a / b rounded up. Not Triton's, which may be used in kernels and is slow on the host."""
     return -(-a // b)
+
+
+def row_stride(x: Tensor) -> int | None:
+    """Elements from row to row of x (..., E); None if there is no one such number."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    # Axes of size 1 have strides without meaning.
+    axes = [i for i in range(x.ndim - 1) if x.shape[i] != 1]
+    for i, j in pairwise(axes):
+        if x.stride(i) != x.stride(j) * x.shape[j]:
+            return None
+    return x.stride(axes[-1]) if axes else x.shape[-1]
 
 
 @triton.jit

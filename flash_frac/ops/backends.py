@@ -23,6 +23,7 @@ from flash_frac.ops.conv.reference import torch_conv
 from flash_frac.ops.norm.reference import torch_gated_norm, torch_norm
 from flash_frac.ops.scan.chunk import chunk_scan
 from flash_frac.ops.scan.reference import recurrent_scan, step
+from flash_frac.ops.swiglu.reference import torch_swiglu
 
 logger = logging.getLogger("flash_frac.ops")
 # Asked once, because torch.compile does not follow such questions.
@@ -46,8 +47,8 @@ class Backend(NamedTuple):
     Attributes:
         scan, step: of `frac_scan` and `frac_step`.
         refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
-        controls, conv, norm, gated_norm, loss: of the operators around the scan; a backend that
-            does not have its own takes the plain-torch form.
+        controls, conv, norm, gated_norm, swiglu, loss: of the operators around the scan; a backend
+            that does not have its own takes the plain-torch form.
         limits: by operator, what else it refuses: called with x and the facts `choose` is given.
     """
 
@@ -58,12 +59,13 @@ class Backend(NamedTuple):
     conv: Callable[..., tuple[Tensor, Tensor]] = torch_conv
     norm: Callable[..., Tensor] = torch_norm
     gated_norm: Callable[..., Tensor] = torch_gated_norm
+    swiglu: Callable[..., Tensor] = torch_swiglu
     loss: Callable[..., Tensor] = _torch_loss
     limits: Mapping[str, Callable[..., str | None]] = {}
 
 
 # The operators on sequences, whose contracts every backend keeps (`tests/ops/test_contracts.py`).
-OPERATORS = ("scan", "step", "controls", "conv", "norm", "gated_norm")
+OPERATORS = ("scan", "step", "controls", "conv", "norm", "gated_norm", "swiglu")
 
 
 def _runs_anywhere(x: Tensor) -> None:
@@ -151,6 +153,12 @@ def _triton_gated_norm(*arguments: Any) -> Tensor:
     return triton_gated_norm(*arguments)
 
 
+def _triton_swiglu(*arguments: Any) -> Tensor:
+    from flash_frac.ops.swiglu.triton import triton_swiglu
+
+    return triton_swiglu(*arguments)
+
+
 def _liger_loss(*arguments: Any) -> Tensor:
     from flash_frac.ops.loss import liger_loss
 
@@ -166,6 +174,7 @@ BACKENDS: dict[str, Backend] = {
         conv=_triton_conv,
         norm=_triton_norm,
         gated_norm=_triton_gated_norm,
+        swiglu=_triton_swiglu,
         loss=_liger_loss,
         limits={
             "conv": _conv_limit,

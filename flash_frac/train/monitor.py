@@ -1,8 +1,4 @@
-"""What a run logs, to the console and as lines of JSON; and the operations that its MFU counts.
-
-A matrix product of (m, k) and (k, n) counts 2 m k n. A training step counts three times the forward
-pass, and nothing for what gradient checkpointing computes again.
-"""
+"""What a run logs, to the console and as lines of JSON, and the matrix rates of devices."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from flash_frac.files import write_rows
-from flash_frac.models import FracConfig
 
 LOG_NAME = "log.jsonl"
 # Dense bfloat16 rates of matrix products in TFLOP/s, from the makers' data sheets.
@@ -105,36 +100,6 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         return []
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
-
-
-def forward_flops(config: FracConfig) -> int:
-    """Operations of a forward pass, a token: projections, scan and head.
-
-    The scan counts as `docs/kernels.md` has it: 2 C D and 6 M D a head, in chunks of C = 32. Of the
-    attention layers of hybrid models projections and MLP are counted; scores, which depend on the
-    length of documents, are not, so that an MFU is a lower bound there.
-    """
-    width, inner = config.hidden_size, config.intermediate_size
-    heads, modes = config.num_attention_heads, config.frac_num_modes
-    assert inner is not None
-    dynamics = (3 if config.frac_alpha_fixed is None else 2) * heads
-    weights = inner * (2 * width + dynamics + 2 * heads * modes + width + config.frac_conv_kernel)
-    scan = inner * (2 * 32 + 6 * modes)
-    head, num_attention = 2 * width * config.vocab_size, len(config.attention_layers or [])
-    num_frac = config.num_hidden_layers - num_attention
-    return num_frac * (2 * weights + scan) + num_attention * _attention_flops(config) + head
-
-
-def _attention_flops(config: FracConfig) -> int:
-    """Of one attention layer: queries, output, keys and values, and three matrices of an MLP."""
-    inner = config.attention_config()
-    channels = 2 * inner.head_dim * (inner.num_attention_heads + (inner.num_key_value_heads or 0))
-    return 2 * inner.hidden_size * (channels + 3 * inner.intermediate_size)
-
-
-def training_flops(config: FracConfig) -> int:
-    """Operations of forward and backward pass, a token."""
-    return 3 * forward_flops(config)
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -33,12 +33,8 @@ from flash_frac.files import write_text
 from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.course import Course
-from flash_frac.train.monitor import (
-    ConsoleCallback,
-    JsonLinesCallback,
-    device_peak_flops,
-    training_flops,
-)
+from flash_frac.train.flops import training_flops
+from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback, device_peak_flops
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.sampler import EpochOrder, EvalShard

@@ -18,7 +18,12 @@ from flash_frac.ops import ControlSettings, backends
 from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
 from flash_frac.ops.conv.triton import conv_backward_op, conv_op
-from flash_frac.ops.decode.triton import control_step_op, conv_step_op, norm_linear_op
+from flash_frac.ops.decode.triton import (
+    control_step_op,
+    conv_step_op,
+    norm_linear_op,
+    norm_swiglu_op,
+)
 from flash_frac.ops.norm.triton import (
     gated_norm_backward_op,
     gated_norm_op,
@@ -28,6 +33,7 @@ from flash_frac.ops.norm.triton import (
 from flash_frac.ops.scan.plan import forget_plans
 from flash_frac.ops.scan.step import step_op
 from flash_frac.ops.scan.triton import scan_backward_op, scan_op
+from flash_frac.ops.swiglu.triton import swiglu_backward_op, swiglu_op
 from flash_frac.ops.testing import random_inputs
 from tests.kernels.launches import record
 
@@ -103,6 +109,12 @@ def norms(dtype, *, time=64, size=H * D, skip=False):
     gated_norm_backward_op.kernel(gated_norm_op.kernel(*arguments), *arguments)
 
 
+def swiglu(dtype, *, time=64, size=3 * D, halves=False):
+    both = empty(1, time, 2 * size, dtype=dtype).chunk(2, -1)
+    gate, up = both if halves else (x.contiguous() for x in both)
+    swiglu_backward_op.kernel(swiglu_op.kernel(gate, up), gate, up)
+
+
 def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
     rest = settings is not None
     settings = settings or ControlSettings()
@@ -120,12 +132,13 @@ def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
     residual = empty(2, num_outputs, dtype=dtype)
     parts = (None, empty(size), 1e-6, None) if rest else (empty(num_outputs), None, 0.0, residual)
     norm_linear_op.kernel(x, weight, *parts)
+    norm_swiglu_op.kernel(x, weight, weight, empty(size), 1e-6)
 
 
 # As in training and decoding with the published models; then what that leaves out: packed
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
-USUAL |= {"decode": decode}
+USUAL |= {"swiglu": swiglu, "decode": decode}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -133,6 +146,7 @@ OTHER = {
     "two taps": lambda dtype: conv(dtype, window=False, taps=2, channels=1),
     "eight taps": lambda dtype: conv(dtype, window=False, taps=8),
     "norms": lambda dtype: norms(dtype, size=64, skip=True),
+    "swiglu": lambda dtype: swiglu(dtype, size=33, halves=True),
     "decode": lambda dtype: decode(dtype, REST, taps=1, modes=31, channels=5),
 }
 
@@ -191,6 +205,7 @@ def test_every_kernel_is_compiled(monkeypatch, dtype):
 
 LENGTHS = [1, 32, 512, 16_384, *random.Random(0).sample(range(2, 16_384), 36)]
 SMALL = {"scan": {"channels": 16}, "controls": {}, "conv": {"channels": 64}, "norms": {"size": 64}}
+SMALL |= {"swiglu": {}}
 
 
 @pytest.mark.parametrize("case", SMALL)

@@ -22,9 +22,15 @@ from flash_frac.ops import (
     frac_step,
     gated_norm,
     norm,
+    swiglu,
 )
 from flash_frac.ops.backends import Operator
-from flash_frac.ops.decode.triton import fused_control_step, fused_conv_step, fused_norm_linear
+from flash_frac.ops.decode.triton import (
+    fused_control_step,
+    fused_conv_step,
+    fused_norm_linear,
+    fused_norm_swiglu,
+)
 from flash_frac.ops.testing import random_inputs
 from tests.errors import with_gradients
 from tests.kernels.devices import DEVICE
@@ -65,11 +71,14 @@ def run_all():
     with_gradients(
         lambda x, g, w: gated_norm(x, g, w, 1e-6, backend="triton"), [scan.u, gate, weight]
     )
+    with_gradients(partial(swiglu, backend="triton"), [gate, normal(*gate.shape)])
     with torch.no_grad():
         u = fused_conv_step(gate[:, 0], *conv, normal(B, H * D, 3)).view(B, H, D)
         dyn, rw, *shared = logits
         fused_control_step(u, dyn[:, 0], rw[:, 0], *shared, state, settings=settings)
-        fused_norm_linear(gate[:, 0], normal(5, H * D))
+        matrix = normal(5, H * D)
+        fused_norm_linear(gate[:, 0], matrix)
+        fused_norm_swiglu(gate[:, 0], matrix, matrix, weight, 1e-6)
 
 
 class Names(TorchDispatchMode):

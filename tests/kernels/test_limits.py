@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from flash_frac.ops import causal_conv, frac_scan, gated_norm, norm
+from flash_frac.ops import causal_conv, frac_scan, gated_norm, norm, swiglu
 from flash_frac.ops.backends import _log_choice
 from flash_frac.ops.testing import random_inputs
 from tests.errors import assert_all_as_good, widen, with_gradients
@@ -31,6 +31,10 @@ def wide_gated_norm(backend):
     return gated_norm(normal(1, 3, 2731), normal(1, 8193), normal(8193), 1e-6, backend=backend)
 
 
+def double_swiglu(backend):
+    return swiglu(*normal(2, 3, 4, dtype=torch.float64), backend=backend)
+
+
 def scan(dtype):
     inputs = random_inputs(1, 3, 1, 4, 2, dtype=dtype, device=DEVICE)
     return lambda backend: frac_scan(*inputs, backend=backend)
@@ -42,6 +46,7 @@ CASES = {
     "a wide row": ("norm", wide_norm, "takes rows up to 8192, got 8193"),
     "a wide gate": ("gated_norm", wide_gated_norm, "takes rows up to 8192, got 8193"),
     "float64": ("scan", scan(torch.float64), NARROWEST),
+    "float64 in an MLP": ("swiglu", double_swiglu, NARROWEST),
 }
 if DEVICE == "cpu":
     CASES["bfloat16"] = ("scan", scan(torch.bfloat16), "computes float32 only")
@@ -80,8 +85,10 @@ def test_auto_runs_torch_and_says_so(case, launched, caplog):
 def test_auto_runs_the_kernels_where_it_can(launched):
     conv(4)("auto")
     norm(normal(1, 8), normal(8), 1e-6)
+    swiglu(normal(1, 8), normal(1, 8))
     scan(torch.float32)("auto")
-    assert launched[:3] == ["conv_forward_kernel", "norm_forward_kernel", "mix_kernel"]
+    around = ["conv_forward_kernel", "norm_forward_kernel", "swiglu_forward_kernel"]
+    assert launched[:4] == [*around, "mix_kernel"]
 
 
 def test_a_masked_convolution_runs_the_kernel(launched):

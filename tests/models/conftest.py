@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flash_frac.layers import FracMixer, RMSNorm
+from flash_frac.layers import FracMixer, GatedMLP, RMSNorm
 from flash_frac.models import FracConfig, FracForCausalLM
 from tests.backends import backends_here
 
@@ -30,7 +30,7 @@ def make_model(dtype=torch.float64, model_class=FracForCausalLM, **changes):
 
 def on_backend(model, backend):
     for module in model.modules():
-        if isinstance(module, FracMixer | RMSNorm):
+        if isinstance(module, FracMixer | GatedMLP | RMSNorm):
             module.backend = backend
     return model
 

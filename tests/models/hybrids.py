@@ -13,11 +13,34 @@ from tests.models.conftest import make_model
 
 close = partial(torch.testing.assert_close, rtol=1.3e-6, atol=1e-5, check_dtype=False)
 LAYERS = {"attention_layers": [1, 3], "attention_key_value_heads": 1, "num_hidden_layers": 4}
+# Mixed models by name, each of four layers.
+KINDS = {
+    "attention": LAYERS,
+    "no positions": {
+        "mixer_types": ["frac", "attention"],
+        "attention_positions": "none",
+        "mlp_intermediate_size": 24,
+        "attention_temperature_length": 16,
+    },
+    "sliding": {"mixer_types": ["frac", "sliding_attention"], "sliding_window": 7},
+    "full and sliding": {
+        "mixer_types": ["attention", "frac", "sliding_attention", "frac"],
+        "sliding_window": 7,
+        "mlp_intermediate_size": 24,
+    },
+    "transformer": {"mixer_types": ["attention"], "mlp_intermediate_size": 24},
+    "mlp": {"mixer_types": ["frac"], "mlp_intermediate_size": 24},
+}
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 def make_hybrid(dtype=torch.float64, model_class=FracForCausalLM, **changes):
     return make_model(dtype, model_class, **{**LAYERS, **changes})
+
+
+def make_kind(kind, dtype=torch.float64, model_class=FracForCausalLM, **changes):
+    """A mixed model by its name in KINDS."""
+    return make_model(dtype, model_class, **{"num_hidden_layers": 4, **KINDS[kind], **changes})
 
 
 def padded(ids):

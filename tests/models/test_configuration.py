@@ -132,7 +132,7 @@ def test_pure_multiscale_bank():
         ({"frac_num_mode": 4}, r"no field frac_num_mode; did you mean frac_num_modes\?"),
         ({"d_model": 64}, r"no field d_model; did you mean hidden_size\?"),
         ({"num_hiden_layers": 2}, r"no field num_hiden_layers; did you mean num_hidden_layers\?"),
-        ({"sliding_door": 2}, r"no field sliding_door; see help\(FracConfig\)"),
+        ({"trap_door": 2}, r"no field trap_door; see help\(FracConfig\)"),
         ({"per_layer_config": {0: {"frac_num_modes": 4}}}, "no field per_layer_config"),
         ({"model_type": "qwen3"}, "model_type must be 'frac', got 'qwen3'"),
         ({"frac_num_modes": "8"}, "frac_num_modes must be a positive integer, got '8'"),

@@ -6,12 +6,12 @@ from transformers import DynamicCache
 
 from flash_frac.models import FracCache
 from tests.models.conftest import make_model
-from tests.models.hybrids import OPTIONS, greedy_by_hand, make_hybrid
+from tests.models.hybrids import KINDS, OPTIONS, greedy_by_hand, make_kind
 
 
-@pytest.fixture(params=[make_model, make_hybrid])
+@pytest.fixture(params=["frac", *KINDS])
 def model(request):
-    return request.param()
+    return make_model() if request.param == "frac" else make_kind(request.param)
 
 
 @torch.no_grad()

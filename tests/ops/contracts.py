@@ -16,6 +16,7 @@ from flash_frac.ops import (
     frac_step,
     gated_norm,
     norm,
+    swiglu,
 )
 from flash_frac.ops.testing import random_inputs
 
@@ -122,6 +123,14 @@ def run_gated_norm(inputs, backend, cu_seqlens=None, mask=None):
     return [gated_norm(x, gate, weight, 1e-6, 0.5, skip=(skip, u), backend=backend)], None
 
 
+def draw_swiglu(batch, time, num):
+    return Inputs([2 * normal(batch, time, H * D), normal(batch, time, H * D)], [], None)
+
+
+def run_swiglu(inputs, backend, cu_seqlens=None, mask=None):
+    return [swiglu(*inputs.tokens, backend=backend)], None
+
+
 CONTRACTS = {
     "scan": Contract(draw_scan, run_scan, run_scan, begins=True),
     # One after the other, steps are the scan.
@@ -130,4 +139,5 @@ CONTRACTS = {
     "conv": Contract(draw_conv, run_conv, run_conv, begins=True),
     "norm": Contract(draw_norm, run_norm, run_norm),
     "gated_norm": Contract(draw_gated_norm, run_gated_norm, run_gated_norm),
+    "swiglu": Contract(draw_swiglu, run_swiglu, run_swiglu),
 }

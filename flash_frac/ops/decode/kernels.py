@@ -3,6 +3,7 @@
     conv_step_kernel     window <- (window, x) without its oldest,  u = silu(bias + weight inputs)
     control_step_kernel  state <- rho state + write u,  z = (sum_m read state + D u) silu(gate + b)
     gemv_kernel          y = residual + W (x norm_weight / rms(x)) + bias
+    swiglu_gemv_kernel   y = silu(W_gate n) (W_up n),  n = x norm_weight / rms(x)
 
 States are updated in place, and a padded token changes none. The formulas of read, write and rho
 are in `ops/control/reference.py`.
@@ -135,6 +136,14 @@ def control_step_kernel(
 
 
 @triton.jit
+def load_weights(p_weight, o_o, o_e, O, E: tl.constexpr):  # noqa: E741
+    """[BO, BE], float32, of p_weight (O, E)."""
+    o_w = o_o.to(tl.int64)[:, None] * E + o_e[None, :]
+    m_w = (o_o < O)[:, None] & (o_e < E)[None, :]
+    return tl.load(p_weight + o_w, mask=m_w, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def gemv_kernel(
     p_x, p_norm, p_weight, p_bias, p_residual, p_y,
     O, E: tl.constexpr, stride_x, eps, BO: tl.constexpr, BE: tl.constexpr,  # noqa: E741
@@ -155,13 +164,12 @@ def gemv_kernel(
     for start in tl.static_range(0, E, BE):
         o_e = start + tl.arange(0, BE)
         m_e = o_e < E
-        o_w = o_o.to(tl.int64)[:, None] * E + o_e[None, :]
-        b_w = tl.load(p_weight + o_w, mask=m_o[:, None] & m_e[None, :], other=0.0)
+        b_w = load_weights(p_weight, o_o, o_e, O, E)
         b_x = tl.load(p_x + i_b * stride_x + o_e, mask=m_e, other=0.0).to(tl.float32)
         if p_norm is not None:
             b_squares += b_x * b_x
             b_x *= tl.load(p_norm + o_e, mask=m_e, other=0.0).to(tl.float32)
-        b_sum += b_w.to(tl.float32) * b_x[None, :]
+        b_sum += b_w * b_x[None, :]
     b_y = tl.sum(b_sum, 1)
     if p_norm is not None:
         b_y *= tl.rsqrt(tl.sum(b_squares, 0) / E + eps)
@@ -171,3 +179,35 @@ def gemv_kernel(
     if p_residual is not None:
         b_y += tl.load(p_residual + o_y, mask=m_o, other=0.0).to(tl.float32)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_o)
+
+
+@triton.jit
+def swiglu_gemv_kernel(
+    p_x, p_norm, p_gate, p_up, p_y,
+    O, E: tl.constexpr, stride_x, eps, BO: tl.constexpr, BE: tl.constexpr,  # noqa: E741
+):  # fmt: skip
+    """y = silu(W_gate n) (W_up n) with n = x norm_weight / rms(x), for BO rows of both matrices.
+
+    As `gemv_kernel`: p_x (B, E), rows stride_x apart; p_norm (E,); p_gate, p_up (O, E), the
+    matrices; p_y (B, O).
+    """
+    i_b = tl.program_id(0)
+    o_o = tl.program_id(1) * BO + tl.arange(0, BO)
+    # [BO, BE] and [BE]
+    b_gates = tl.zeros([BO, BE], dtype=tl.float32)
+    b_ups = tl.zeros([BO, BE], dtype=tl.float32)
+    b_squares = tl.zeros([BE], dtype=tl.float32)
+    for start in tl.static_range(0, E, BE):
+        o_e = start + tl.arange(0, BE)
+        m_e = o_e < E
+        b_gate_w = load_weights(p_gate, o_o, o_e, O, E)
+        b_up_w = load_weights(p_up, o_o, o_e, O, E)
+        b_x = tl.load(p_x + i_b * stride_x + o_e, mask=m_e, other=0.0).to(tl.float32)
+        b_squares += b_x * b_x
+        b_x *= tl.load(p_norm + o_e, mask=m_e, other=0.0).to(tl.float32)
+        b_gates += b_gate_w * b_x[None, :]
+        b_ups += b_up_w * b_x[None, :]
+    b_rms = tl.rsqrt(tl.sum(b_squares, 0) / E + eps)
+    b_gate, b_up = tl.sum(b_gates, 1) * b_rms, tl.sum(b_ups, 1) * b_rms
+    b_y = b_gate * tl.sigmoid(b_gate) * b_up
+    tl.store(p_y + i_b * O + o_o, b_y.to(p_y.dtype.element_ty), mask=o_o < O)

@@ -1,6 +1,6 @@
 """Operators for decoding, on Triton alone and without gradients.
 
-Convolution and scan of one token, which update their states in place, and a linear layer on a few
+Convolution and scan of one token, which update their states in place, and linear layers on a few
 vectors.
 
 Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps, E inputs, O
@@ -23,8 +23,10 @@ from flash_frac.ops.decode.kernels import (
     control_step_kernel,
     conv_step_kernel,
     gemv_kernel,
+    swiglu_gemv_kernel,
 )
 from flash_frac.ops.norm.triton import triton_norm
+from flash_frac.ops.swiglu.triton import triton_swiglu
 
 # Channels of a program. Few, so that a single sequence still occupies many processors.
 CONV_CHANNELS, STATE_CHANNELS = 128, 64
@@ -141,10 +143,7 @@ def fused_norm_linear(
     Returns:
         (B, O), in the dtype of x.
     """
-    if x.ndim != 2 or x.shape[0] > MOST_VECTORS:
-        raise ValueError(
-            f"x must be at most {MOST_VECTORS} vectors (B, E), got shape {tuple(x.shape)}"
-        )
+    _check_vectors(x)
     (batch, size), num_outputs = x.shape, weight.shape[0]
     shapes = [("weight", weight, (num_outputs, size)), ("bias", bias, (num_outputs,))]
     shapes += [("norm_weight", norm_weight, (size,)), ("residual", residual, (batch, num_outputs))]
@@ -171,6 +170,44 @@ def norm_linear(
         return torch.addmm(residual, x, weight.t())
     y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
+
+
+def fused_norm_swiglu(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    """silu(gate_weight n) (up_weight n), n = RMSNorm(x), rounded once, at the end; no gradient.
+
+    Args:
+        x: (B, E), its last axis contiguous, at most MOST_VECTORS rows.
+        gate_weight, up_weight: (O, E), contiguous.
+        norm_weight: (E,) of the norm, with its eps.
+
+    Returns:
+        (B, O), in the dtype of x.
+    """
+    _check_vectors(x)
+    size, num_outputs = x.shape[1], gate_weight.shape[0]
+    shapes: list = [("gate_weight", gate_weight, (num_outputs, size))]
+    shapes += [("up_weight", up_weight, (num_outputs, size)), ("norm_weight", norm_weight, (size,))]
+    _check("fused_norm_swiglu", x, shapes)
+    return norm_swiglu_op(x, gate_weight, up_weight, norm_weight, eps)
+
+
+def norm_swiglu(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    """`fused_norm_swiglu` of any number of vectors: beyond MOST_VECTORS by the matrix units."""
+    if x.shape[0] <= MOST_VECTORS:
+        return fused_norm_swiglu(x, gate_weight, up_weight, norm_weight, eps)
+    x = triton_norm(x, norm_weight, eps)
+    return triton_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
+
+
+def _check_vectors(x: Tensor) -> None:
+    if x.ndim != 2 or x.shape[0] > MOST_VECTORS:
+        raise ValueError(
+            f"x must be at most {MOST_VECTORS} vectors (B, E), got shape {tuple(x.shape)}"
+        )
 
 
 def _check(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tuple]]) -> None:
@@ -260,19 +297,48 @@ def norm_linear_op(
     residual: Tensor | None,
 ) -> Tensor:
     """y (B, O) in the dtype of x, whose rows may be apart; the rest is contiguous."""
-    batch, (num_outputs, size) = x.shape[0], weight.shape
+    batch, num_outputs = x.shape[0], weight.shape[0]
     y = x.new_empty(batch, num_outputs)
-    length = min(block_size(size), LONGEST_ROW)
-    # Few outputs are spread over more programs, so that all processors read.
-    rows = GEMV_TILE // length if num_outputs >= 2048 else 1
+    rows, options = _gemv_launch(weight, GEMV_TILE)
     with torch.cuda.device_of(x):
         gemv_kernel[(batch, ceil_div(num_outputs, rows))](
             x, norm_weight, weight, bias, residual, y, num_outputs,
-            E=size, stride_x=x.stride(0), eps=eps, BO=rows, BE=length, num_warps=4,
+            stride_x=x.stride(0), eps=eps, **options,
         )  # fmt: skip
     return y
+
+
+def _gemv_launch(weight: Tensor, tile: int) -> tuple[int, dict[str, int]]:
+    """Rows of the matrix that a program takes, and sizes and launch options."""
+    num_outputs, size = weight.shape
+    length = min(block_size(size), LONGEST_ROW)
+    # Few outputs are spread over more programs, so that all processors read.
+    rows = tile // length if num_outputs >= 2048 else 1
+    return rows, {"E": size, "BO": rows, "BE": length, "num_warps": 4}
 
 
 @norm_linear_op.register_fake
 def _(x, weight, bias, norm_weight, eps, residual):
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@operator("norm_swiglu")
+def norm_swiglu_op(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    """y (B, O) in the dtype of x, whose rows may be apart; the rest is contiguous."""
+    batch, num_outputs = x.shape[0], gate_weight.shape[0]
+    y = x.new_empty(batch, num_outputs)
+    # Each of the two matrices has half of the tile.
+    rows, options = _gemv_launch(gate_weight, GEMV_TILE // 2)
+    with torch.cuda.device_of(x):
+        swiglu_gemv_kernel[(batch, ceil_div(num_outputs, rows))](
+            x, norm_weight, gate_weight, up_weight, y, num_outputs,
+            stride_x=x.stride(0), eps=eps, **options,
+        )  # fmt: skip
+    return y
+
+
+@norm_swiglu_op.register_fake
+def _(x, gate_weight, up_weight, norm_weight, eps):
+    return x.new_empty(x.shape[0], gate_weight.shape[0])

@@ -3,13 +3,12 @@
 Letters: E width of a row, B batch, T time, H heads, D head channels, I = H D inner width.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_frac.ops.arithmetic import block_size, ceil_div
+from flash_frac.ops.arithmetic import block_size, ceil_div, row_stride
 from flash_frac.ops.backends import operator
 from flash_frac.ops.norm.kernels import (
     GatedGradients,
@@ -59,21 +58,9 @@ def triton_gated_norm(
     d, u = (
         (None, None) if skip is None else (x.contiguous() for x in (skip[0], skip[1].flatten(-2)))
     )
-    gate = gate if _row_stride(gate) is not None else gate.contiguous()
+    gate = gate if row_stride(gate) is not None else gate.contiguous()
     x = x.flatten(-2).contiguous()
     return gated_norm_op(x, gate, weight.contiguous(), d, u, eps, gate_bias)
-
-
-def _row_stride(x: Tensor) -> int | None:
-    """Elements from row to row of x (..., E); None if there is no one such number."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        return None
-    # Axes of size 1 have strides without meaning.
-    axes = [i for i in range(x.ndim - 1) if x.shape[i] != 1]
-    for i, j in pairwise(axes):
-        if x.stride(i) != x.stride(j) * x.shape[j]:
-            return None
-    return x.stride(axes[-1]) if axes else x.shape[-1]
 
 
 def _launch(x: Tensor, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
@@ -148,7 +135,7 @@ def gated_norm_op(
 ) -> Tensor:
     """y in the dtype of gate, whose rows may be apart; the rest is contiguous."""
     y = torch.empty_like(x, dtype=gate.dtype)
-    stride_gate = _row_stride(gate)
+    stride_gate = row_stride(gate)
     grid, options = _launch(x, FORWARD)
     with torch.cuda.device_of(x):
         gated_norm_forward_kernel[grid](
@@ -187,7 +174,7 @@ def gated_norm_backward_op(
     with torch.cuda.device_of(x):
         gated_norm_backward_kernel[grid](
             GatedInputs(x, gate, weight, skip, u), dy.contiguous(), gradients,
-            stride_gate=_row_stride(gate), eps=eps, gate_bias=gate_bias, **options,
+            stride_gate=row_stride(gate), eps=eps, gate_bias=gate_bias, **options,
         )  # fmt: skip
     dweight, dskip = gradients.weight.sum(0).to(weight.dtype), x.new_empty(0)
     if skip is not None and gradients.skip is not None:

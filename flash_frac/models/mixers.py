@@ -1,0 +1,166 @@
+"""Which mixer each layer of a model has, and whether the fields of attention and delta layers fit.
+
+Letters: E hidden_size, K key channels of a delta head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flash_frac.models.fields import check_types, did_you_mean
+
+if TYPE_CHECKING:
+    from flash_frac.models.configuration import FracConfig
+
+ATTENTION = ("attention", "sliding_attention")
+MIXER_TYPES = ("frac", "delta", *ATTENTION)
+# What transformers calls a layer of each type; frac and delta states have a fixed size.
+LAYER_TYPES = {
+    "frac": "linear_attention",
+    "delta": "linear_attention",
+    "attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+}
+# In a Qwen3 of 0.6B and 1.7B, and in attention layers given as `attention_layers`.
+MLP_EXPAND = 3
+
+
+def mixer_types_of(
+    types: Sequence[str] | None, attention_layers: Sequence[int] | None, count: int
+) -> list[str]:
+    """One type for each of `count` layers; ValueError if that is not what the fields say.
+
+    Args:
+        types: one for each layer, or a pattern that repeats.
+        attention_layers: numbers of attention layers, as in older checkpoints; the rest is Frac.
+
+    Example: `mixer_types_of(["frac", "delta"], None, 3) == ["frac", "delta", "frac"]`
+    """
+    if types is None:
+        return _from_attention_layers(attention_layers or [], count)
+    types = list(types)
+    for name in types:
+        if name not in MIXER_TYPES:
+            names = ", ".join(MIXER_TYPES)
+            hint = did_you_mean(name, MIXER_TYPES, f"the types are {names}")
+            raise ValueError(f"mixer_types has an unknown type {name!r}{hint}")
+    # All layers of one type are a pattern of one, whatever the number that was stored.
+    if types and len(set(types)) == 1:
+        types = types[:1]
+    if not 1 <= len(types) <= count:
+        raise ValueError(
+            f"mixer_types must have from 1 to num_hidden_layers ({count}) entries, got {len(types)}"
+        )
+    expanded = [types[n % len(types)] for n in range(count)]
+    if attention_layers is not None:
+        found = [n for n, name in enumerate(expanded) if name in ATTENTION]
+        if sorted(attention_layers) != found:
+            raise ValueError(
+                f"attention_layers ({list(attention_layers)}) must agree with mixer_types, which "
+                f"has attention in layers {found}; leave attention_layers out"
+            )
+    return expanded
+
+
+def _from_attention_layers(layers: Sequence[int], count: int) -> list[str]:
+    check_types({"attention_layers": layers}, {"attention_layers": list[int]})
+    if len(set(layers)) != len(layers) or not all(0 <= n < count for n in layers):
+        raise ValueError(
+            "attention_layers must be a list of different whole numbers from 0 to "
+            f"{count - 1}, the layers of the model, got {layers!r}"
+        )
+    return ["attention" if n in layers else "frac" for n in range(count)]
+
+
+def check_mlp(config: FracConfig) -> None:
+    """ValueError unless widths of MLPs are positive."""
+    for name in ("mlp_intermediate_size", "attention_intermediate_size"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
+
+
+def check_attention(config: FracConfig) -> None:
+    """ValueError unless the fields of attention layers fit each other."""
+    heads = config.num_attention_heads
+    for name in ("attention_head_dim", "attention_key_value_heads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
+    if config.attention_head_dim is None and config.hidden_size % heads:
+        raise ValueError(
+            f"attention_head_dim must be given, because hidden_size ({config.hidden_size}) is no "
+            f"multiple of num_attention_heads ({heads})"
+        )
+    if heads % (config.attention_key_value_heads or heads):
+        raise ValueError(
+            f"attention_key_value_heads must divide num_attention_heads ({heads}), got "
+            f"{config.attention_key_value_heads}"
+        )
+    _check_positions(config, config.attention_head_dim or config.hidden_size // heads)
+    _check_window(config)
+
+
+def _check_positions(config: FracConfig, head_dim: int) -> None:
+    if config.attention_positions not in ("rope", "none"):
+        raise ValueError(
+            f"attention_positions must be 'rope' or 'none', got {config.attention_positions!r}"
+        )
+    if config.attention_positions == "none" and config.attention_rope_parameters is not None:
+        raise ValueError(
+            "attention_rope_parameters must be None with attention_positions='none', got "
+            f"{config.attention_rope_parameters}"
+        )
+    if config.attention_positions == "rope" and head_dim % 2:
+        raise ValueError(
+            f"attention_head_dim must be even, for rotary positions, got {head_dim}; or set "
+            "attention_positions='none'"
+        )
+    length, slope = config.attention_temperature_length, config.attention_temperature_slope
+    if length is not None and length < 2:
+        raise ValueError(f"attention_temperature_length must be at least 2, got {length}")
+    if slope is not None and length is None:
+        raise ValueError("attention_temperature_slope needs attention_temperature_length")
+    if slope is not None and slope < 0:
+        raise ValueError(f"attention_temperature_slope must be at least 0, got {slope}")
+
+
+def _check_window(config: FracConfig) -> None:
+    slides, window = "sliding_attention" in (config.mixer_types or []), config.sliding_window
+    if slides and (window is None or window < 1):
+        raise ValueError(
+            "sliding_window must be the number of tokens that sliding_attention layers see, at "
+            f"least 1, got {window}"
+        )
+    if window is not None and not slides:
+        raise ValueError(
+            f"sliding_window ({window}) needs a layer of type sliding_attention in mixer_types"
+        )
+
+
+def check_delta(config: FracConfig) -> None:
+    """ValueError unless the fields of delta layers fit each other; completes those left out."""
+    for name in ("delta_num_heads", "delta_head_dim"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
+    if config.delta_conv_kernel < 1:
+        raise ValueError(f"delta_conv_kernel must be at least 1, got {config.delta_conv_kernel}")
+    if config.delta_num_heads is None:
+        config.delta_num_heads = config.num_attention_heads
+    if config.delta_head_dim is None:
+        # A layer then has the parameters of Gated DeltaNet as published: 6 E^2.
+        config.delta_head_dim, rest = divmod(3 * config.hidden_size, 4 * config.delta_num_heads)
+        if rest or not config.delta_head_dim:
+            raise ValueError(
+                "delta_head_dim must be given, because 3/4 of hidden_size "
+                f"({config.hidden_size}) is no multiple of delta_num_heads "
+                f"({config.delta_num_heads})"
+            )
+    value_dim = config.delta_expand_v * config.delta_head_dim
+    if value_dim < 1 or value_dim != int(value_dim):
+        raise ValueError(
+            f"delta_expand_v times delta_head_dim ({config.delta_head_dim}) must be a positive "
+            f"whole number, got {config.delta_expand_v}"
+        )

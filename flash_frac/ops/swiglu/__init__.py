@@ -1,0 +1,1 @@
+"""silu(gate) up, the middle of a gated MLP."""
