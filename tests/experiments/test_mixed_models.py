@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from transformers.utils import import_utils
 
 from experiments.language_model import token_losses
 from experiments.long_documents import models as long_documents
@@ -106,6 +108,22 @@ def test_a_window_hides_what_is_further_back():
         torch.testing.assert_close(seen[:, 8:], model(other)[:, 8:])
         model.set_window(None)
         assert torch.equal(model(rows), whole)
+
+
+def test_full_attention_has_no_mask_while_a_graph_is_recorded(monkeypatch):
+    """In 64K tokens a mask of all pairs would be 4 GB."""
+    found = []
+
+    def attend(*args, attn_mask=None, is_causal=False, **options):
+        found.append((attn_mask, is_causal))
+        return args[2]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    model = tiny("frac_attention")
+    model(tokens(2, 12))
+    model.train()(tokens(2, 12))
+    assert found == [(None, True)] * 2
 
 
 def test_kernel_directories_are_documents(tmp_path):
