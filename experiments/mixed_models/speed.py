@@ -129,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.models:
         if any(key[0] == name for key in table.rows):
             continue
-        config = make_config(DESIGNS[name], smoke=options.smoke)
+        vocab_size = 259 if options.smoke else 32000
+        config = make_config(DESIGNS[name], vocab_size, smoke=options.smoke)
         start = time.perf_counter()
         rows = [{"model": name, **row, **facts} for row in measure(config, sizes, device)]
         table.append(rows)
