@@ -238,16 +238,15 @@ def check_operations(
 
 
 def measure_operations(
-    sizes: list[int],
+    sizes: Sequence[int],
     failures: list[str],
     *,
-    subject: Subject | None = None,
+    subject: Subject = SCAN,
     backends: Sequence[str] = ("triton", "torch"),
     peers: Iterable[str] = (),
     device: str = "cuda",
 ) -> list[dict]:
     """Rows of the backends and the peers, forward and forward+backward, at one shape."""
-    subject = subject or SCAN
 
     def operations(inputs: Any) -> list[Operation]:
         ours = [subject.ours(inputs, backend) for backend in backends]
@@ -278,11 +277,10 @@ def measure_operations(
     return rows
 
 
-def print_profile(sizes: list[int], subject: Subject | None = None) -> None:
+def print_profile(sizes: Sequence[int], subject: Subject = SCAN) -> None:
     """Mean time of every kernel of a forward and backward pass on a GPU, in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
-    subject = subject or SCAN
     inputs = subject.draw(*sizes, device="cuda")
     operation = subject.ours(subject.as_in_layer(inputs), "triton")
     operation.backward()

@@ -38,7 +38,7 @@ def test_a_missing_peer_does_not_end_the_run(monkeypatch, capsys):
     assert all(f"left out: {name}" in out for name in ("chunk_gla", "gated_delta_rule", "ssd"))
 
 
-def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
+def test_a_peer_that_refuses_its_backward_keeps_its_forward():
     class Refusing(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -52,8 +52,8 @@ def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
         shape = {"H": 2, "M": 4, "D": 8}
         return Operation("peer 1.0 refusing", shape, Refusing.apply, (inputs.u,))
 
-    monkeypatch.setattr(ops, "OP_PEERS", {"refusing": peer})
-    rows, failures = measured(peers=["refusing"])
+    subject = ops.SCAN._replace(peers={"refusing": peer})
+    rows, failures = measured(peers=["refusing"], subject=subject)
     assert [passed for name, passed in rows if name == "peer 1.0 refusing"] == ["forward"]
     assert len(rows) == 3 and "not with this compiler" in failures[0]
 
