@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
+from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.configuration import FracConfig
 
 
@@ -78,6 +79,9 @@ class Attention(Qwen3Attention):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if query_scale is not None:
             q = (q * query_scale[:, None, :, None]).to(q.dtype)
+        if isinstance(past_key_values, BufferedCache):
+            y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
+            return self.o_proj(y.reshape(*shape[:2], -1)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
