@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicLayer
 
 from flash_frac.layers import MixerState
 
-
 CANNOT_CROP = (
     "tokens cannot be removed from the cache of a Frac model (crop), as assisted decoding does "
     "with rejected ones: a state sums over all tokens; use a transformer as assistant_model, or "
