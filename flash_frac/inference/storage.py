@@ -27,6 +27,7 @@ from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.mixers import MLP_EXPAND
 
 FORMAT, VERSION = "flash_frac.stream", "1"
 SAMPLES = 256
@@ -222,11 +223,15 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM) -> None:
     """ValueError that says what differs, unless the file was written with this model."""
     here = fingerprint(model)
-    if here["settings"] != facts["settings"]:
-        mine, theirs = json.loads(here["settings"]), json.loads(facts["settings"])
+    mine, theirs = (_settings(x) for x in (here, facts))
+    if mine != theirs:
         names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
-        parts = [f"{name} is {theirs.get(name)} there and {mine.get(name)} here" for name in names]
-        difference = "; ".join(parts)
+        parts = (
+            (x, *(y.get(x, getattr(FracConfig, x, None)) for y in (theirs, mine))) for x in names
+        )
+        difference = "; ".join(
+            f"{name} is {there} there and {here} here" for name, there, here in parts
+        )
     elif here["structure"] != facts["structure"]:
         difference = "its tensors have other names, shapes or dtypes"
     elif here["weights"] != facts["weights"]:
@@ -237,6 +242,14 @@ def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM)
         f"{path} was written with another model: {difference}. A state means nothing to another "
         "model; load the one that wrote it, or feed the text again"
     )
+
+
+def _settings(facts: dict[str, str]) -> dict[str, Any]:
+    """The settings of a fingerprint, with what older ones left out."""
+    settings = json.loads(facts["settings"])
+    if settings.get("attention_layers") and settings["attention_intermediate_size"] is None:
+        settings["attention_intermediate_size"] = MLP_EXPAND * settings["hidden_size"]
+    return settings
 
 
 def _checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:

@@ -107,9 +107,10 @@ class AttentionBlock(GradientCheckpointingLayer):
     def __init__(self, config: FracConfig, attention_config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(attention_config, layer_idx)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # In the order of Qwen3's layers, by which files of older streams know their model.
         width = config.mlp_width(layer_idx)
         self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.mlp is not None:
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
