@@ -19,8 +19,8 @@ from tests.inference.tape import Tape
 from tests.models.conftest import make_model
 from tests.models.hybrids import make_kind
 
-# Of KINDS: with shared heads, with a temperature and an MLP, and with rings.
-MIXED = ["attention", "no positions", "sliding", "full and sliding"]
+# Of KINDS: with shared heads, with a temperature, with rings, and with all mixers.
+MIXED = ["attention", "no positions", "sliding", "all"]
 DEVICES = {"tape": [], "cuda": [pytest.mark.gpu]}
 
 
@@ -409,7 +409,7 @@ def test_nothing_outlives_the_generator(model, ids, recorded):
         gc.enable()
 
 
-@over(None, "full and sliding")
+@over(None, "all")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 1}])
 def test_generate(model, ids, recorded, without, monkeypatch, options):
     monkeypatch.setattr(buffers, "LEAST_ROOM", 256)
@@ -488,7 +488,7 @@ def test_sequences_that_end(model, ids, recorded, without, monkeypatch):
         assert_same(stream.feed(part), without(other.feed, part))
 
 
-@over(None, "full and sliding")
+@over(None, "all")
 @pytest.mark.parametrize(
     ("error", "done", "number"),
     [(KeyboardInterrupt, False, 2), (KeyboardInterrupt, True, 3), (MemoryError, True, 6)],

@@ -7,6 +7,8 @@ import torch
 
 import flash_frac.inference.state
 from flash_frac.inference import FracStream, Generator
+from flash_frac.inference.state import mixers
+from flash_frac.layers import DeltaMixer, FracMixer
 from flash_frac.models import buffered_attention, buffers
 from flash_frac.models.buffers import rounded
 from tests.inference.conftest import assert_same, take
@@ -155,7 +157,7 @@ def keys_and_values(stream):
 
 def test_advance_moves_what_can_fade(ids, caplog):
     """And leaves keys and values, which it says once."""
-    model = make_kind("full and sliding")
+    model = make_kind("all")
     stream = FracStream(model, batch_size=3).feed(ids)
     kept = [x.clone() for x in keys_and_values(stream)]
     before = [state.clone() for state in stream.state]
@@ -164,9 +166,12 @@ def test_advance_moves_what_can_fade(ids, caplog):
     logging.getLogger("flash_frac.inference").propagate = True
     with caplog.at_level(logging.WARNING):
         stream.advance(2.5).advance(1)
-    assert caplog.text.count("advance leaves the attention layers [0, 2] as they are") == 1
-    for old, new in zip(before, stream.state, strict=True):
-        assert (new.recurrent.abs() < old.recurrent.abs()).all() and not new.conv.any()
+    assert caplog.text.count("advance leaves the attention layers [2, 3] as they are") == 1
+    for mixer, old, new in zip(mixers(model), before, stream.state, strict=True):
+        factor = torch.exp(3.5 * mixer.idle_log_decay())[..., None]
+        torch.testing.assert_close(new.recurrent, factor * old.recurrent, rtol=1e-12, atol=0)
+        assert (factor < 1).all() and not new.conv.any()
+    assert [type(mixer) for mixer in mixers(model)] == [FracMixer, DeltaMixer]
     assert all(torch.equal(x, y) for x, y in zip(kept, keys_and_values(stream), strict=True))
     assert stream.logits is None and stream.feed([[5], [6], [7]]).lengths == (41, 41, 41)
 
