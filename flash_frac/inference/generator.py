@@ -35,8 +35,8 @@ class Generator:
 
     A new batch size makes new states and graphs, and so does any change of the model but one of its
     weights in place. A length of prompt, up to LONGEST_RECORDED, is recorded when it comes up for
-    the second time. Attention layers compute by torch's scaled_dot_product_attention, whatever the
-    model's attn_implementation.
+    the second time. Attention is torch's scaled_dot_product_attention or, for a token on a GPU,
+    a kernel of ours, whatever the model's attn_implementation.
 
     Args:
         model: on any device, in eval mode.

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from flash_frac.ops import uses_triton
+
 # Elements of a mask at a time; more queries are computed one part after another.
 MASK_ELEMENTS = 2**27
 
@@ -21,6 +23,16 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: floa
 
     Nothing depends on how many these are, except the numbers.
     """
+    if uses_triton("auto", q):
+        from flash_frac.ops.attention.triton import MOST_CHANNELS, attend_step
+
+        if q.shape[-1] <= MOST_CHANNELS:
+            return attend_step(q[:, :, 0], k, v, positions[:, 0], scaling)[:, :, None]
+    return attend_one_plain(q, k, v, positions, scaling)
+
+
+def attend_one_plain(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """`attend_one` by torch's kernels, which read all S columns."""
     visible = torch.arange(k.shape[2], device=k.device) <= positions
     # Heads that share keys are rows of one product: keys are read once, and never repeated.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])

@@ -1,5 +1,6 @@
 """Streams and generators of mixed models: as if all had been read at once."""
 
+import copy
 import logging
 
 import pytest
@@ -11,6 +12,7 @@ from flash_frac.inference.state import mixers
 from flash_frac.layers import DeltaMixer, FracMixer
 from flash_frac.models import buffered_attention, buffers
 from flash_frac.models.buffers import rounded
+from tests.errors import assert_as_good
 from tests.inference.conftest import assert_same, take
 from tests.models.hybrids import KINDS, OPTIONS, close, make_hybrid, make_kind
 
@@ -103,6 +105,23 @@ def test_generator(model, ids, monkeypatch, padded):
         mask[0, :13], mask[2, :39] = 0, 0
     made = Generator(model).generate(ids, attention_mask=mask, max_new_tokens=12)
     assert torch.equal(made, model.generate(ids, attention_mask=mask, **OPTIONS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["attention", "all"])
+def test_low_precision_on_a_gpu(ids, monkeypatch, kind):
+    """Prompts in pieces without a mask in memory, and tokens by our kernel: as good as one pass."""
+    monkeypatch.setattr("flash_frac.inference.generator.PIECE", 13)
+    ids, sizes = ids.cuda(), {"hidden_size": 32, "num_attention_heads": 4, "attention_head_dim": 16}
+    model = make_kind(kind, torch.bfloat16, **sizes).cuda()
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        once, best = (x(ids).logits[:, -1] for x in (model, exact))
+        assert_as_good(Generator(model).prefill(ids), once, best, dtype=torch.bfloat16)
+        stream = FracStream(model, batch_size=3).feed(ids[:, :20])
+        for token in ids[:, 20:].split(1, 1):
+            stream.feed(token)
+    assert_as_good(stream.logits, once, best, dtype=torch.bfloat16)
 
 
 def test_memory(ids, monkeypatch):
