@@ -15,7 +15,6 @@ from transformers import Cache, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.mixers import ATTENTION
@@ -208,54 +207,6 @@ class StaticAttentionInputs(AttentionInputs):
             past_key_values=self.cache,
             position_ids=self.position_ids,
         )
-
-
-class BufferedAttentionInputs(AttentionInputs):
-    """The same with a `BufferedCache`, which computes attention, and so needs no masks."""
-
-    def __init__(
-        self,
-        config: FracConfig,
-        hidden_states: Tensor,
-        mask: Tensor | None,
-        cache: BufferedCache,
-        cu_seqlens: Tensor | None,
-    ) -> None:
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot be used with a BufferedCache; pass a batch")
-        self.config, self.hidden_states, self.cache = config, hidden_states, cache
-        self.position_ids = cache.begin(hidden_states.shape[1], mask).to(hidden_states.device)
-
-    def _full_mask(self, config: Qwen3Config) -> None:
-        return None
-
-    def _sliding_mask(self, config: Qwen3Config) -> None:
-        return None
-
-    def remember(self) -> None:
-        """The cache has counted already."""
-
-
-def make_attention_inputs(
-    config: FracConfig,
-    hidden_states: Tensor,
-    mask: Tensor | None,
-    cache: Cache | None,
-    cu_seqlens: Tensor | None,
-    *,
-    static: tuple[Any, Tensor | None],
-) -> AttentionInputs:
-    """As the cache needs them.
-
-    Args:
-        static: masks and position_ids of `StaticAttentionInputs`.
-    """
-    if isinstance(cache, FracStaticCache):
-        masks, positions = static
-        return StaticAttentionInputs(config, hidden_states, masks, cache, cu_seqlens, positions)
-    if isinstance(cache, BufferedCache):
-        return BufferedAttentionInputs(config, hidden_states, mask, cache, cu_seqlens)
-    return AttentionInputs(config, hidden_states, mask, cache, cu_seqlens)
 
 
 def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:

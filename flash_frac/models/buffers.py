@@ -153,6 +153,10 @@ class BufferedCache(FracCache):
         """B."""
         return len(self.counts)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest sequence."""
+        return self.longest
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
