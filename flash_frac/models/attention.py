@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
+from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.configuration import FracConfig
 
 
@@ -78,6 +79,9 @@ class Attention(Qwen3Attention):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if query_scale is not None:
             q = (q * query_scale[:, None, :, None]).to(q.dtype)
+        if isinstance(past_key_values, BufferedCache):
+            y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
+            return self.o_proj(y.reshape(*shape[:2], -1)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -103,9 +107,10 @@ class AttentionBlock(GradientCheckpointingLayer):
     def __init__(self, config: FracConfig, attention_config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(attention_config, layer_idx)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # In the order of Qwen3's layers, by which files of older streams know their model.
         width = config.mlp_width(layer_idx)
         self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.mlp is not None:
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
