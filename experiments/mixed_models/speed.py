@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,7 +96,9 @@ def state_bytes(model: FracForCausalLM, context: int) -> int:
     cache = FracCache(model.config)
     for part in ids.split(SLIDING_PIECE, dim=1):
         model.model(part, past_key_values=cache, use_cache=True)
-    return sum(state.nbytes for state in cache.tensors()) + cache.memory(1).nbytes
+    layers: list[Any] = [cache.layers[n] for n in cache.attention_layers]
+    kept = [*cache.tensors(), *(x for layer in layers for x in (layer.keys, layer.values))]
+    return sum(x.nbytes for x in kept)
 
 
 def measure(config: FracConfig, sizes: Sizes, device: torch.device) -> Iterator[dict]:

@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
+from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.configuration import FracConfig
 
 
@@ -75,6 +76,10 @@ class Attention(Qwen3Attention):
             query_scale: (B or 1, T), factors of the queries; 1 if None.
         """
         q, k, v = self.project(hidden_states, position_embeddings, query_scale)
+        shape = (*hidden_states.shape[:2], -1)
+        if isinstance(past_key_values, BufferedCache):
+            y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
+            return self.o_proj(y.reshape(shape)), None
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         implementation = self.config._attn_implementation or "eager"
@@ -91,7 +96,7 @@ class Attention(Qwen3Attention):
             y, weights = attend_in_blocks(attend, q, k, v, window), None
         else:
             y, weights = attend(q, k, v, attention_mask)
-        return self.o_proj(y.reshape(*hidden_states.shape[:2], -1)), weights
+        return self.o_proj(y.reshape(shape)), weights
 
     def project(
         self,
@@ -117,9 +122,10 @@ class AttentionBlock(GradientCheckpointingLayer):
     def __init__(self, config: FracConfig, attention_config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(attention_config, layer_idx)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # In the order of Qwen3's layers, by which files of older streams know their model.
         width = config.mlp_width(layer_idx)
         self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.mlp is not None:
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -22,7 +22,8 @@ from transformers.utils import logging
 
 from flash_frac.layers import DELTA_TIME_PARAMETERS, TIME_PARAMETERS, RMSNorm
 from flash_frac.models.attention import AttentionBlock, FracRotaryEmbedding, recorded_attentions
-from flash_frac.models.attention_inputs import AttentionInputs, StaticAttentionInputs
+from flash_frac.models.attention_dispatch import attention_inputs
+from flash_frac.models.attention_inputs import AttentionInputs
 from flash_frac.models.block import STATE_MIXERS, FracBlock
 from flash_frac.models.boundaries import find_boundaries
 from flash_frac.models.cache import FracCache, FracStaticCache
@@ -206,21 +207,18 @@ class FracModel(FracPreTrainedModel):
         if elapsed is None and self.training and self.config.frac_time_dilation > 1:
             elapsed = random_elapsed(hidden_states, cu_seqlens, self.config.frac_time_dilation)
         inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
-        attention = None
         if isinstance(past_key_values, FracStaticCache):
             past_key_values.place(hidden_states.device)
-        if self.attention_config is not None and isinstance(past_key_values, FracStaticCache):
-            attention = StaticAttentionInputs(
+        attention = None
+        if self.attention_config is not None:
+            attention = attention_inputs(
                 self.config,
                 hidden_states,
                 masks or attention_mask,
+                mask,
                 past_key_values,
                 cu_seqlens,
                 position_ids,
-            )
-        elif self.attention_config is not None:
-            attention = AttentionInputs(
-                self.config, hidden_states, mask, past_key_values, cu_seqlens
             )
         implementation = "eager" if with_attentions else self.config._attn_implementation
         with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:

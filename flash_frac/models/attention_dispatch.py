@@ -1,0 +1,36 @@
+"""Which positions and masks the attention layers of a model get: by its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from flash_frac.models.attention_inputs import AttentionInputs, StaticAttentionInputs
+from flash_frac.models.buffered_inputs import BufferedAttentionInputs
+from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.cache import FracStaticCache
+from flash_frac.models.configuration import FracConfig
+
+
+def attention_inputs(
+    config: FracConfig,
+    hidden_states: Tensor,
+    masks: Any,
+    mask: Tensor | None,
+    cache: Cache | None,
+    cu_seqlens: Tensor | None,
+    position_ids: Tensor | None,
+) -> AttentionInputs:
+    """Of a forward pass over (B, T, E).
+
+    Args:
+        masks: as they were given, all tokens or by type of layer, for a static cache.
+        mask: (B, T), of these tokens, for the others; None if there is no padding.
+    """
+    if isinstance(cache, FracStaticCache):
+        return StaticAttentionInputs(config, hidden_states, masks, cache, cu_seqlens, position_ids)
+    if isinstance(cache, BufferedCache):
+        return BufferedAttentionInputs(config, hidden_states, mask, cache, cu_seqlens)
+    return AttentionInputs(config, hidden_states, mask, cache, cu_seqlens)
