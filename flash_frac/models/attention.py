@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -61,6 +62,7 @@ class Attention(Qwen3Attention):
         past_key_values: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         query_scale: Tensor | None = None,
+        gather: Callable[[Tensor, int | None], Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E), and the weights (B, heads, T, P + T) if the implementation has them.
@@ -69,6 +71,8 @@ class Attention(Qwen3Attention):
             attention_mask: in the form that the implementation wants.
             position_embeddings: cosines and sines of rotary positions; None for no positions.
             query_scale: (B or 1, T), factors of the queries; 1 if None.
+            gather: brings keys and values of the ranks before, as far as the window reaches; None
+                if rows are whole.
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -78,6 +82,8 @@ class Attention(Qwen3Attention):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if query_scale is not None:
             q = (q * query_scale[:, None, :, None]).to(q.dtype)
+        if gather is not None:
+            k, v = gather(torch.cat([k, v], -1), self.sliding_window).chunk(2, -1)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(

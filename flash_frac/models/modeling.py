@@ -27,6 +27,7 @@ from flash_frac.models.block import STATE_MIXERS, FracBlock
 from flash_frac.models.boundaries import find_boundaries
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
+from flash_frac.models.context_attention import ContextAttentionInputs
 from flash_frac.models.generation import FracGenerationMixin
 from flash_frac.models.inputs import (
     LOSS,
@@ -95,12 +96,6 @@ class FracPreTrainedModel(PreTrainedModel):
             >>> model.set_context_group(torch.distributed.group.WORLD)
             >>> loss = model(ids, labels=shifted, shift_labels=shifted, num_items_in_batch=n).loss
         """
-        if group is not None and self.config.attention_layers:
-            raise ValueError(
-                "group must be None for a model with attention_layers "
-                f"({self.config.attention_layers}), whose attention would see the tokens of its "
-                "own rank alone; give every rank rows of its own"
-            )
         if group is not None and self.config.frac_time_dilation > 1:
             raise ValueError(
                 "group must be None for a model with frac_time_dilation "
@@ -108,7 +103,7 @@ class FracPreTrainedModel(PreTrainedModel):
                 "a row; set it to 1, or give every rank rows of its own"
             )
         for module in self.modules():
-            if isinstance(module, STATE_MIXERS):
+            if isinstance(module, (*STATE_MIXERS, FracModel)):
                 module.context_group = group
 
 
@@ -129,6 +124,8 @@ class FracModel(FracPreTrainedModel):
         self.layers = nn.ModuleList(self._block(n, x) for n, x in enumerate(self.mixer_types))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        # The ranks that share each row, see `set_context_group`.
+        self.context_group: ProcessGroup | None = None
         self.post_init()
 
     def _block(self, layer_idx: int, mixer_type: str) -> FracBlock | AttentionBlock:
@@ -203,22 +200,9 @@ class FracModel(FracPreTrainedModel):
         if elapsed is None and self.training and self.config.frac_time_dilation > 1:
             elapsed = random_elapsed(hidden_states, cu_seqlens, self.config.frac_time_dilation)
         inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
-        attention = None
-        if isinstance(past_key_values, FracStaticCache):
-            past_key_values.place(hidden_states.device)
-        if self.attention_config is not None and isinstance(past_key_values, FracStaticCache):
-            attention = StaticAttentionInputs(
-                self.config,
-                hidden_states,
-                masks or attention_mask,
-                past_key_values,
-                cu_seqlens,
-                position_ids,
-            )
-        elif self.attention_config is not None:
-            attention = AttentionInputs(
-                self.config, hidden_states, mask, past_key_values, cu_seqlens
-            )
+        attention = self._attention_inputs(
+            hidden_states, masks or attention_mask, mask, past_key_values, cu_seqlens, position_ids
+        )
         implementation = "eager" if with_attentions else self.config._attn_implementation
         with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:
             states = self._run_blocks(
@@ -233,6 +217,29 @@ class FracModel(FracPreTrainedModel):
         )
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _attention_inputs(
+        self,
+        hidden_states: Tensor,
+        masks: Any,
+        mask: Tensor | None,
+        cache: Cache | None,
+        cu_seqlens: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> AttentionInputs | None:
+        """Of the attention layers; None if there are none."""
+        if isinstance(cache, FracStaticCache):
+            cache.place(hidden_states.device)
+        if self.attention_config is None:
+            return None
+        if isinstance(cache, FracStaticCache):
+            return StaticAttentionInputs(
+                self.config, hidden_states, masks, cache, cu_seqlens, position_ids
+            )
+        inputs: Any = (self.config, hidden_states, mask, cache, cu_seqlens)
+        if self.context_group is not None:
+            return ContextAttentionInputs(*inputs, self.context_group)
+        return AttentionInputs(*inputs)
 
     def _run_blocks(
         self,

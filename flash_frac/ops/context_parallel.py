@@ -11,7 +11,8 @@ gradients of what each made of it, so that a loss reaches back through all slice
 
 A layer moves, from each rank to each other, 4 B H M (D + 1) bytes for the scan and
 bytes(dtype) B I (K - 1) for the convolution; the backward pass moves the same once more.
-None of it depends on the length of the row.
+None of it depends on the length of the row. An attention layer moves the keys and values of all
+tokens.
 
 Every rank must make the same calls in the same order, forward and backward: a rank whose tokens
 have no loss multiplies by 0 and still calls backward(). Only the ranks' shares of a parameter's
@@ -27,10 +28,12 @@ N sequences (B, or those packed in a slice).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_frac.ops.backends import refuse_second_derivative
@@ -148,6 +151,55 @@ def window_before(
     # An empty sum on rank 0, whose graph must hold the exchange too.
     before = windows[max(rank - 1, 0) : rank].sum(0)
     return _first_of(before, cu_seqlens)
+
+
+class SliceBorders(NamedTuple):
+    """Where this rank's slice lies in the row.
+
+    Attributes:
+        lengths: tokens of each rank's slice.
+        offset: tokens before this slice, in the row.
+        begin: where in the row the document began that goes on into this slice; 0 if the row is
+            not packed.
+    """
+
+    lengths: list[int]
+    offset: int
+    begin: int
+
+
+def slice_borders(
+    x: Tensor, *, group: ProcessGroup, cu_seqlens: Tensor | None = None
+) -> SliceBorders:
+    """The borders of the slice x (B, T, ...); waits for a GPU, once for all layers of a model.
+
+    Args:
+        group, cu_seqlens: as in `sharded_scan`. To be called on every rank of the group.
+    """
+    start = _last_start(cu_seqlens, x)
+    start = torch.tensor(-1) if start is None else start
+    mine = torch.stack([torch.tensor(x.shape[1], device=x.device), start.to(x.device)]).long()
+    rank, begin, offset = _rank(group), 0, 0
+    lengths, starts = _AllGather.apply(mine, group).t().tolist()
+    for length, start in zip(lengths[:rank], starts[:rank], strict=True):
+        begin, offset = (begin if start < 0 else offset + start), offset + length
+    return SliceBorders(lengths, offset, begin)
+
+
+def with_tokens_before(x: Tensor, lengths: Sequence[int], *, group: ProcessGroup) -> Tensor:
+    """x (B, H, T, D) of this rank behind that of the ranks before: (B, H, P + T, D).
+
+    Every rank gets all slices, and drops those behind its own: a ring would hold fewer at a time.
+    To be called on every rank of the group, and so is backward().
+
+    Args:
+        lengths: T of every rank.
+    """
+    rank, longest = _rank(group), max(lengths)
+    slices = _AllGather.apply(F.pad(x, (0, 0, 0, longest - x.shape[2])), group)
+    before = [part[:, :, :length] for part, length in zip(slices[:rank], lengths, strict=False)]
+    # No token of the first slice on rank 0, whose graph must hold the exchange too.
+    return torch.cat([slices[0, :, :, :0], *before, x], 2)
 
 
 def _rank(group: ProcessGroup) -> int:

@@ -295,9 +295,6 @@ def test_what_hybrids_cannot_do(model, ids):
         ValueError, match=r"stateful must be false .* attention_layers \(\[1, 3\]\)"
     ):
         CarriedStates(model.config)
-    with pytest.raises(ValueError, match=r"group must be None for a model with attention_layers"):
-        model.set_context_group(object())
-    model.set_context_group(None)
 
 
 def test_only_hybrid_models_name_attention_to_fsdp(ids):
