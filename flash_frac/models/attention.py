@@ -63,6 +63,7 @@ class Attention(Qwen3Attention):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         query_scale: Tensor | None = None,
         gather: Callable[[Tensor, int | None], Tensor] | None = None,
+        lanes: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E), and the weights (B, heads, T, P + T) if the implementation has them.
@@ -73,7 +74,11 @@ class Attention(Qwen3Attention):
             query_scale: (B or 1, T), factors of the queries; 1 if None.
             gather: brings keys and values of the ranks before, as far as the window reaches; None
                 if rows are whole.
+            lanes: how many equal parts of one row to read as a batch, each behind its own past.
         """
+        given = hidden_states.shape
+        if lanes is not None:
+            hidden_states = hidden_states.view(lanes, -1, given[2])
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -100,7 +105,7 @@ class Attention(Qwen3Attention):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self.o_proj(y.reshape(*shape[:2], -1)), weights
+        return self.o_proj(y.reshape(*given[:2], -1)), weights
 
 
 class AttentionBlock(GradientCheckpointingLayer):

@@ -38,6 +38,7 @@ from flash_frac.models.inputs import (
     random_elapsed,
     wants_attentions,
 )
+from flash_frac.models.lanes import LaneAttentionInputs, LaneCache
 from flash_frac.models.mixers import ATTENTION, mixer_types_of
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.loss import linear_cross_entropy
@@ -237,6 +238,8 @@ class FracModel(FracPreTrainedModel):
                 self.config, hidden_states, masks, cache, cu_seqlens, position_ids
             )
         inputs: Any = (self.config, hidden_states, mask, cache, cu_seqlens)
+        if isinstance(cache, LaneCache):
+            return LaneAttentionInputs(*inputs)
         if self.context_group is not None:
             return ContextAttentionInputs(*inputs, self.context_group)
         return AttentionInputs(*inputs)

@@ -157,7 +157,7 @@ class FracTrainer(Trainer):
         inputs |= {"past_key_values": self.carried.cache(first, count), "use_cache": True}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         assert isinstance(outputs, Mapping)
-        self.carried.keep(outputs["past_key_values"], first, count)
+        self.carried.keep(outputs["past_key_values"], count)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(

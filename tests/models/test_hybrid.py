@@ -21,7 +21,6 @@ from flash_frac.models import (
 )
 from flash_frac.ops.testing import relative_error
 from flash_frac.train.flops import forward_flops
-from flash_frac.train.stateful import CarriedStates
 from tests.models.conftest import SIZES, make_model
 from tests.models.hybrids import (
     KINDS,
@@ -291,10 +290,6 @@ def test_what_hybrids_cannot_do(model, ids):
     cache = model(ids[:1], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cu_seqlens cannot go on from a cache"):
         model(ids[:1], cu_seqlens=ends, past_key_values=cache)
-    with pytest.raises(
-        ValueError, match=r"stateful must be false .* attention_layers \(\[1, 3\]\)"
-    ):
-        CarriedStates(model.config)
 
 
 def test_only_hybrid_models_name_attention_to_fsdp(ids):

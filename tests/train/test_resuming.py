@@ -16,6 +16,8 @@ from flash_frac.train.monitor import LOG_NAME, read_lines
 from tests.commands import frac
 from tests.train.runs import assert_same_weights, finish, losses, start, weights
 
+SLIDING = {"mixer_types": ["frac", "sliding_attention"], "sliding_window": 20}
+
 
 def kill_at(process, log, step):
     """Kill -9 as soon as the log shows a step."""
@@ -78,7 +80,7 @@ def interrupted(monkeypatch, recipe, step):
     "changes",
     [
         {"separate_documents": True},
-        {"separate_documents": True, "stateful": True},
+        {"separate_documents": True, "stateful": True, "config_overrides": SLIDING},
         {"num_train_epochs": 2, "max_steps": -1, "sequence_length": 512, "save_steps": 5},
     ],
     ids=["documents apart", "stateful", "epochs"],

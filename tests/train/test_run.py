@@ -276,5 +276,5 @@ def test_hybrid_models(write_recipe, tmp_path):
     assert "model.layers.1.self_attn.q_proj.weight" in names
     assert "model.layers.1.self_attn.q_norm.weight" not in names
     stateful = load_recipe(recipe, ["--stateful", "true", "--output_dir", str(tmp_path / "other")])
-    with pytest.raises(ValueError, match="stateful must be false for a model with attention_laye"):
+    with pytest.raises(ValueError, match="stateful must be false for a model with full attention"):
         train(stateful)
