@@ -15,6 +15,11 @@ PARAMETERS = {
     "frac-390m": 390_549_600,
     "frac-130m": 125_271_984,
     "frac-30m": 46_261_280,
+    "frac-mixed-1.3b": 1_378_316_964,
+    "frac-mixed-130m": 126_050_370,
+    "frac-mixed-30m": 46_205_900,
+    "frac-delta-1.3b": 0,
+    "frac-delta-30m": 0,
     "frac-dna": 3_247_632,
     "frac-tiny": 103_396,
 }

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
+from flash_frac.train.flops import training_flops
 from flash_frac.train.monitor import LOG_NAME, describe, read_lines
 from flash_frac.train.nonfinite import NotFiniteError
 from tests.tiny import tiny_config
@@ -21,7 +22,7 @@ def test_what_a_run_says_at_its_start(write_recipe, tmp_path, capsys):
     for steps, last in ((2, f"New run in {tmp_path}/run"), (3, resuming)):
         result = train(load_recipe(write_recipe(max_steps=steps, eval_strategy="no")))
         model, text, held_out, beginning = capsys.readouterr().out.splitlines()
-        assert model == f"Model: {result.model.num_parameters():,} parameters"
+        assert model == f"Model: {result.model.num_parameters():,} parameters, layers: 2 frac"
         store = result.splits.train
         counts = f"{store.num_tokens:,} tokens in {store.num_documents} documents"
         assert text == f"Training text: {counts}" and held_out.startswith("Held out: ")
@@ -262,19 +263,44 @@ def test_too_little_text_for_a_batch(write_recipe):
         train(load_recipe(write_recipe(sequence_length=20_000)))
 
 
-def test_hybrid_models(write_recipe, tmp_path):
+MIXED = {"mixer_types": ["frac", "attention", "sliding_attention"], "sliding_window": 9}
+MIXED |= {"num_hidden_layers": 3, "mlp_intermediate_size": 24}
+
+
+def test_hybrid_models(write_recipe, tmp_path, capsys):
     """Attention layers train on packed documents; states of lanes cannot be carried for them."""
-    recipe = write_recipe(separate_documents=True, memory_law_steps=3, peak_tflops=1.0)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_layers": [1]}))
+    recipe = write_recipe(separate_documents=True, memory_law_steps=3, config_overrides=MIXED)
     train(load_recipe(recipe))
     seen = losses(tmp_path / "run")
     assert seen[-1][1] < seen[0][1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert model.config.mixer_types == MIXED["mixer_types"]
+    assert "layers: 1 frac, 1 attention, 1 sliding_attention\n" in capsys.readouterr().out
     names = decayed_parameters(model)
     assert "model.layers.1.self_attn.q_proj.weight" in names
     assert "model.layers.1.self_attn.q_norm.weight" not in names
     stateful = load_recipe(recipe, ["--stateful", "true", "--output_dir", str(tmp_path / "other")])
     with pytest.raises(ValueError, match="stateful must be false for a model with full attention"):
         train(stateful)
+
+
+def test_mfu_counts_what_attention_sees(write_recipe, monkeypatch):
+    """By the documents of all batches since the last log; and so does the total in checkpoints."""
+    plain, costs = FracTrainer.compute_loss, []
+
+    def spy(self, model, inputs, *args, **kwargs):
+        lengths = inputs["cu_seqlens"].diff().tolist()
+        seen = [n for length in lengths for n in range(1, length + 1)]
+        means = sum(seen) / len(seen), sum(min(n, 9) for n in seen) / len(seen)
+        costs.append(training_flops(model.config, *means))
+        return plain(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(FracTrainer, "compute_loss", spy)
+    changes = {"separate_documents": True, "peak_tflops": 1.0, "eval_strategy": "no"}
+    changes |= {"logging_steps": 3, "max_steps": 3, "config_overrides": MIXED}
+    history = train(load_recipe(write_recipe(**changes))).history
+    log = next(log for log in history if "mfu" in log)
+    # All batches have as many tokens.
+    assert len(set(costs)) > 1
+    assert log["mfu"] * 1e12 / log["tokens_per_second"] == pytest.approx(sum(costs) / 3, rel=1e-6)
+    assert history[-1]["total_flos"] == pytest.approx(128 * sum(costs), rel=1e-6)
