@@ -1,10 +1,11 @@
-"""Time forward and backward of the scan beside other formulations, and append the rows.
+"""Time forward and backward of the scans beside other formulations, and append the rows.
 
     python benchmarks/ops.py [--no-peers | --peers NAME ...] [--profile] [--time T] [--repeats R]
 
 On a GPU: our backends at the shape of the 1.3B model and the peers that can be imported, in
-bfloat16; rows go to <gpu>.csv. On a CPU: the torch backend and the textbook chunked form; rows go
-to cpu.csv. `flash_frac/bench/ops.py` says how each is checked and timed.
+bfloat16; rows go to <gpu>.csv. On a CPU: the torch backend of the scan and of the delta
+rule, each beside a textbook form; rows go to cpu.csv. `flash_frac/bench/ops.py` says how each is
+checked and timed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from collections.abc import Sequence
 
 import torch
 
-from flash_frac.bench.ops import GPU_SIZES, measure_cpu, measure_operations, print_profile
+from flash_frac.bench.ops import (
+    GPU_SIZES,
+    ON_CPU,
+    measure_cpu,
+    measure_operations,
+    print_profile,
+)
 from flash_frac.bench.peers import OP_PEERS
 from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import exit_if_ours_failed
@@ -42,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for sizes in GPU_SIZES:
             keep(measure_operations(sizes, failures, peers=peers))
     else:
-        keep(measure_cpu([1, options.time, 8, 16, 64], options.repeats))
+        for operator in ON_CPU:
+            keep(measure_cpu(operator, options.time, options.repeats))
     exit_if_ours_failed(failures)
 
 

@@ -53,9 +53,8 @@ def test_a_whole_examination(tmp_path, monkeypatch):
     assert len({finding.name for finding in report.findings}) == len(report.findings)
     names = {"versions", "requirements", "device", "backend", "model", "checkpoint", "speed"}
     kinds = ("scan", "packed scan", "step", "controls", "convolution", "packed convolution")
-    names |= {f"{kind} (torch)" for kind in (*kinds, "norm", "gated norm", "swiglu")} | {
-        "cross-entropy"
-    }
+    kinds += ("delta rule", "packed delta rule", "delta step", "norm", "gated norm", "swiglu")
+    names |= {f"{kind} (torch)" for kind in kinds} | {"cross-entropy"}
     assert names <= {finding.name for finding in report.findings}
     for name in ("scan (torch)", "cross-entropy"):
         found = named(report, name)[0].found

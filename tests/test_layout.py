@@ -45,6 +45,7 @@ ROOMS["cli"] = set(ROOMS)
 OPERATORS = {
     "scan": set(),
     "control": {"scan"},
+    "delta": {"scan"},
     "conv": {"scan"},
     "norm": set(),
     "swiglu": set(),

@@ -3,9 +3,8 @@
 On a GPU: the Triton and the torch backend in bfloat16, and the operators of `peers` that can be
 imported, in turns. Read and write are float32 for us, as the layer makes them. The kernels are
 checked against float64 first.
-On a CPU the yardstick is the textbook chunked form: chunks of 32 in a Python loop, gamma in one
-piece, gradients by autograd. Both are checked against float64 first, then timed in turns; peak
-memory is measured in a process of its own.
+On a CPU the scan and the delta rule, each beside a textbook form (`plain.py`). All are checked
+against float64 first, then timed in turns; peak memory is measured in a process of its own.
 Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
 """
 
@@ -14,92 +13,108 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_frac.bench.peers import OP_PEERS, Operation, available
+from flash_frac.bench.plain import plain_chunk_delta, plain_chunk_scan
 from flash_frac.bench.rows import make_row
 from flash_frac.bench.timing import OURS, attempt, peak_mib, runnable, time_in_turns
-from flash_frac.ops import frac_scan
-from flash_frac.ops.testing import ScanInputs, random_inputs, relative_error
+from flash_frac.ops import delta_scan, frac_scan
+from flash_frac.ops.testing import (
+    ScanInputs,
+    random_delta_inputs,
+    random_inputs,
+    relative_error,
+)
 
-Scan = Callable[[ScanInputs], tuple[Tensor, Tensor]]
+Scan = Callable[[Any], tuple[Tensor, Tensor]]
 # B, T, H, M, D of the 1.3B model, on a GPU.
 GPU_SIZES = ([1, 16384, 16, 16, 256], [8, 4096, 16, 16, 256])
 
 
-def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """The yardstick: design of the paper's appendix, one chunk after another."""
-    batch, num_tokens, heads, channels = inputs.u.shape
-    state = inputs.u.new_zeros(batch, heads, inputs.read.shape[-1], channels)
-    future = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)[..., None]
-    outputs = []
-    for start in range(0, num_tokens, chunk):
-        u, read, write, log_decay = (x[:, start : start + chunk].transpose(1, 2) for x in inputs)
-        size = u.shape[2]
-        total = log_decay.cumsum(2)
-        between = total[:, :, :, None] - total[:, :, None]
-        decay = between.masked_fill(future[:size, :size], -torch.inf).exp()
-        gamma = torch.einsum("bhtm,bhkm,bhtkm->bhtk", read, write, decay)
-        outputs.append((gamma @ u + (read * total.exp()) @ state).transpose(1, 2))
-        last = total[:, :, -1:]
-        state = last.transpose(2, 3).exp() * state
-        state = state + (write * (last - total).exp()).transpose(2, 3) @ u
-    return torch.cat(outputs, 1), state
+class OnCpu(NamedTuple):
+    """An operator to measure on a CPU.
+
+    Attributes:
+        name: goes before the pass in its rows, with a space after it; "" for the scan.
+        draw: draw(*sizes) gives inputs of B, T, H, M (or key channels) and D.
+        specification: the loop over tokens that everything is measured against.
+        implementations: by name, functions of such inputs, which give y and the state.
+        sizes: H, M (or key channels) and D.
+    """
+
+    name: str
+    draw: Callable[..., Any]
+    specification: Scan
+    implementations: Mapping[str, Scan]
+    sizes: tuple[int, int, int]
 
 
-IMPLEMENTATIONS = {
-    "plain chunk-32 loop": plain_chunk_scan,
-    "flash_frac torch": lambda inputs: frac_scan(*inputs, backend="torch"),
+PLAIN = "plain chunk-32 loop"
+ON_CPU = {
+    "scan": OnCpu(
+        "",
+        random_inputs,
+        lambda inputs: frac_scan(*inputs, backend="recurrent"),
+        {PLAIN: plain_chunk_scan, f"{OURS} torch": lambda x: frac_scan(*x, backend="torch")},
+        (8, 16, 64),
+    ),
+    "delta": OnCpu(
+        "delta ",
+        random_delta_inputs,
+        lambda inputs: delta_scan(*inputs, backend="recurrent"),
+        {PLAIN: plain_chunk_delta, f"{OURS} torch": lambda x: delta_scan(*x, backend="torch")},
+        (6, 64, 128),
+    ),
 }
 
 
-def specification(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """The loop over tokens that everything is measured against."""
-    return frac_scan(*inputs, backend="recurrent")
-
-
-def forward_backward(scan: Scan, inputs: ScanInputs) -> list[Tensor]:
+def forward_backward(scan: Scan, inputs: Any) -> list[Tensor]:
     """Outputs and the gradients of all inputs, for y and state weighted by their cosines."""
-    leaves = ScanInputs(*(x.detach().requires_grad_() for x in inputs))
+    leaves = type(inputs)(*(x.detach().requires_grad_() for x in inputs))
     y, state = scan(leaves)
     torch.autograd.backward([y, state], [torch.cos(y.detach()), torch.cos(state.detach())])
     return [y.detach(), state.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def check(name: str) -> float:
+def check(case: OnCpu, name: str) -> float:
     """Worst relative error against float64; no timing past ten times that of the float32 loop.
 
     Ten and not two, because the yardstick is to be timed too, and takes differences of larger sums.
     """
-    inputs = random_inputs(1, 200, 2, 16, 8, rho_eps=1e-6)
-    exact = forward_backward(specification, inputs.to(torch.float64))
+    options = {"rho_eps": 1e-6} if case.draw is random_inputs else {}
+    inputs = case.draw(1, 200, 2, 16, 8, **options)
+    exact = forward_backward(case.specification, inputs.to(torch.float64))
 
     def worst(scan: Scan) -> float:
         pairs = zip(forward_backward(scan, inputs), exact, strict=True)
         return max(relative_error(value, reference) for value, reference in pairs)
 
-    error = worst(IMPLEMENTATIONS[name])
-    if not error < 10 * worst(specification):
-        raise SystemExit(f"{name} is wrong by {error:.1e}: no timing")
+    error = worst(case.implementations[name])
+    if not error < 10 * worst(case.specification):
+        raise SystemExit(f"{case.name}{name} is wrong by {error:.1e}: no timing")
     return error
 
 
-def process_peak_mib(name: str, sizes: list[int]) -> float:
+def process_peak_mib(operator: str, name: str, sizes: list[int]) -> float:
     """Memory that one forward and backward adds to a fresh process, in MiB."""
-    code = f"from flash_frac.bench.ops import print_peak; print_peak({name!r}, {sizes!r})"
+    arguments = f"{operator!r}, {name!r}, {sizes!r}"
+    code = f"from flash_frac.bench.ops import print_peak; print_peak({arguments})"
     command = [sys.executable, "-c", code]
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
-def print_peak(name: str, sizes: list[int]) -> None:
-    scan = IMPLEMENTATIONS[name]
-    forward_backward(scan, random_inputs(1, 64, *sizes[2:]))
-    inputs = random_inputs(*sizes)
+def print_peak(operator: str, name: str, sizes: list[int]) -> None:
+    case = ON_CPU[operator]
+    scan = case.implementations[name]
+    forward_backward(scan, case.draw(1, 64, *sizes[2:]))
+    inputs = case.draw(*sizes)
     # Linux: start the high-water mark of resident memory anew.
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_mib("VmRSS")
@@ -113,28 +128,38 @@ def memory_mib(field: str) -> float:
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
-def measure_cpu(sizes: list[int], repeats: int) -> list[dict]:
-    """One row an implementation; they take turns at every call, so that noise falls on all."""
-    errors = {name: check(name) for name in IMPLEMENTATIONS}
-    inputs = random_inputs(*sizes)
-    functions = {
-        name: lambda scan=scan: forward_backward(scan, inputs)
-        for name, scan in IMPLEMENTATIONS.items()
-    }
-    times = time_in_turns(functions, rounds=repeats, repeats=1)
-    return [
-        make_row(
-            name,
-            "forward+backward",
-            dict(zip("BTHMD", sizes, strict=True)),
-            torch.float32,
-            times[name],
-            tokens=sizes[0] * sizes[1],
-            peak=round(process_peak_mib(name, sizes)),
-            error=errors[name],
-        )
-        for name in IMPLEMENTATIONS
-    ]
+def measure_cpu(operator: str, num_tokens: int, repeats: int) -> list[dict]:
+    """Two rows an implementation; they take turns at every call, so that noise falls on all."""
+    case = ON_CPU[operator]
+    errors = {name: check(case, name) for name in case.implementations}
+    sizes = [1, num_tokens, *case.sizes]
+    inputs, rows = case.draw(*sizes), []
+    passes = {"forward": torch.no_grad()(_call), "forward+backward": forward_backward}
+    for passed, run in passes.items():
+        functions = {
+            name: partial(run, scan, inputs) for name, scan in case.implementations.items()
+        }
+        times = time_in_turns(functions, rounds=repeats, repeats=1)
+        for name in functions:
+            whole = passed == "forward+backward"
+            peak = round(process_peak_mib(operator, name, sizes)) if whole else None
+            rows.append(
+                make_row(
+                    name,
+                    f"{case.name}{passed}",
+                    dict(zip("BTHMD", sizes, strict=True)),
+                    torch.float32,
+                    times[name],
+                    tokens=num_tokens,
+                    peak=peak,
+                    error=errors[name],
+                )
+            )
+    return rows
+
+
+def _call(scan: Scan, inputs: Any) -> Any:
+    return scan(inputs)
 
 
 def our_scan(inputs: ScanInputs, backend: str) -> Operation:

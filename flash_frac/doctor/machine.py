@@ -76,8 +76,10 @@ def device() -> list[Finding]:
 def backend(device: str) -> list[Finding]:
     """What "auto" runs for each operator, and why."""
     x = torch.empty(1, 1, device=device)
-    # What the operators' limits ask for: a convolution of four taps, a loss in its own chunks.
-    facts = {"conv": [torch.empty(1, 1, 4, device=device)], "loss": [None]}
+    # What the operators' limits ask for: a convolution of four taps, a loss in its own chunks, a
+    # key of one channel.
+    taps = torch.empty(1, 1, 4, device=device)
+    facts = {"conv": [taps], "loss": [None], "delta": [x], "delta_step": [x]}
     chosen: dict[str, list[str]] = {}
     for operator in (*OPERATORS, "loss"):
         name = resolve_backend("auto", x, operator, *facts.get(operator, []))

@@ -32,12 +32,14 @@ from flash_frac.ops import (
     Controls,
     ControlSettings,
     causal_conv,
+    delta_scan,
+    delta_step,
     frac_scan,
     frac_step,
     swiglu,
 )
 from flash_frac.ops.loss import linear_cross_entropy
-from flash_frac.ops.testing import random_inputs, relative_error
+from flash_frac.ops.testing import random_delta_inputs, random_inputs, relative_error
 
 HEADS, MODES, CHANNELS, TAPS = 2, 16, 16, 4
 
@@ -74,14 +76,19 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
             continue
         interpreted = backend == "triton" and device == "cpu"
         lengths = [1, 0, 12, 7] if interpreted else [1, 0, 63, 36]
-        packed = partial(scan, time=sum(lengths), lengths=lengths)
-        scans = [partial(scan, time=20 if interpreted else 100)] * 3
+        scan = partial(sequences, operator=frac_scan, random=partial(random_inputs, rho_eps=1e-6))
+        delta = partial(sequences, operator=delta_scan, random=random_delta_inputs)
+        time, packed = 20 if interpreted else 100, {"time": sum(lengths), "lengths": lengths}
+        scans = [partial(scan, time=time)] * 3
         if not quick and not interpreted:
             scans.append(partial(scan, time=1000))
         cases = {
             "scan": scans,
-            "packed scan": [packed] * 3,
+            "packed scan": [partial(scan, **packed)] * 3,
             "step": [step] * 3,
+            "delta rule": [partial(delta, time=time)] * 3,
+            "packed delta rule": [partial(delta, **packed)] * 3,
+            "delta step": [one_delta_step] * 3,
             "controls": [control] * 3,
             "convolution": [convolution] * 3,
             "packed convolution": [partial(convolution, lengths=lengths)] * 3,
@@ -180,20 +187,25 @@ def errors(case: Case, normal: Callable[..., Tensor]) -> dict[str, tuple[float, 
     return found
 
 
-def scan(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
-    """A row, or sequences packed in one, from a state."""
+def sequences(
+    draw: Draw,
+    operator: Callable[..., Any],
+    random: Callable[..., Any],
+    *,
+    time: int,
+    lengths: list[int] | None = None,
+) -> Case:
+    """A row, or sequences packed in one, from a state; `random` draws an operator's inputs."""
     sizes = (1, time, HEADS, MODES, CHANNELS)
-    inputs = random_inputs(
-        *sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device, rho_eps=1e-6
-    )
+    inputs = random(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
     cu_seqlens = None
     if lengths is not None:
         cu_seqlens = torch.tensor([0, *lengths], device=draw.device).cumsum(0)
-    state = draw.normal(len(lengths or [time]), HEADS, MODES, CHANNELS).float()
+    state = draw.normal(len(lengths or [1]), HEADS, MODES, CHANNELS).float()
 
     def of(backend: str) -> Callable[..., Any]:
-        return lambda *x: frac_scan(
-            *x[:4], initial_state=x[4], cu_seqlens=cu_seqlens, backend=backend
+        return lambda *x: operator(
+            *x[:-1], initial_state=x[-1], cu_seqlens=cu_seqlens, backend=backend
         )
 
     simpler = "torch" if draw.backend == "triton" else "recurrent"
@@ -201,12 +213,17 @@ def scan(draw: Draw, *, time: int, lengths: list[int] | None = None) -> Case:
     return Case(of(draw.backend), of(simpler), of("recurrent"), given, ("y", "state"))
 
 
+def _one_token(draw: Draw, random: Callable[..., Any]) -> dict[str, Tensor]:
+    """Inputs of one token of four sequences, and their states."""
+    sizes = (4, 1, HEADS, MODES, CHANNELS)
+    inputs = random(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
+    given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
+    return {**given, "state": draw.normal(4, HEADS, MODES, CHANNELS).float()}
+
+
 def step(draw: Draw) -> Case:
     """One token of four sequences."""
-    sizes = (4, 1, HEADS, MODES, CHANNELS)
-    inputs = random_inputs(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
-    given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
-    given["state"] = draw.normal(4, HEADS, MODES, CHANNELS).float()
+    given = _one_token(draw, random_inputs)
 
     def plain(u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor) -> Any:
         r, w, v = (x.to(state.dtype)[..., None] for x in (read, write, u))
@@ -214,6 +231,20 @@ def step(draw: Draw) -> Case:
         return (r * state).sum(-2).to(u.dtype), state
 
     return Case(partial(frac_step, backend=draw.backend), plain, plain, given, ("y", "new state"))
+
+
+def one_delta_step(draw: Draw) -> Case:
+    """One token of four sequences, by the delta rule."""
+    given = _one_token(draw, random_delta_inputs)
+
+    def plain(*x: Tensor) -> Any:
+        q, k, v, beta, log_decay, state = (t.to(x[-1].dtype) for t in x)
+        state = log_decay.exp()[..., None, None] * state
+        write = beta[..., None] * (v - torch.einsum("bhk,bhkd->bhd", k, state))
+        state = state + k[..., None] * write[..., None, :]
+        return torch.einsum("bhk,bhkd->bhd", q, state).to(x[2].dtype), state
+
+    return Case(partial(delta_step, backend=draw.backend), plain, plain, given, ("y", "new state"))
 
 
 class _ControlsAlone(FracMixer):

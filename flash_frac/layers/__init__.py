@@ -1,5 +1,7 @@
-"""Modules of torch alone: the mixer, its state and its norms, and the MLP after it."""
+"""Modules of torch alone: the mixers, their state and their norms, and the MLP after them."""
 
+from flash_frac.layers.base import RecurrentMixer
+from flash_frac.layers.delta import DELTA_TIME_PARAMETERS, DeltaMixer
 from flash_frac.layers.mixer import TIME_PARAMETERS, FracMixer
 from flash_frac.layers.mlp import GatedMLP, add_mlp
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
@@ -7,13 +9,16 @@ from flash_frac.layers.state import MixerState
 from flash_frac.ops import ConvOutput, causal_conv, rms_norm
 
 __all__ = [
+    "DELTA_TIME_PARAMETERS",
     "TIME_PARAMETERS",
     "ConvOutput",
+    "DeltaMixer",
     "FracMixer",
     "GatedMLP",
     "GatedRMSNorm",
     "MixerState",
     "RMSNorm",
+    "RecurrentMixer",
     "add_mlp",
     "causal_conv",
     "rms_norm",

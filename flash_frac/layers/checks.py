@@ -1,33 +1,42 @@
-"""What a FracMixer can take; errors name the argument, what came and the remedy."""
+"""What a FracMixer or DeltaMixer can take; errors name the argument, what came and the remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import check_cu_seqlens
 
 if TYPE_CHECKING:
+    from flash_frac.layers.delta import DeltaMixer
     from flash_frac.layers.mixer import FracMixer
 
 
 def check_inputs(
-    mixer: FracMixer,
+    mixer: FracMixer | DeltaMixer,
+    convolutions: Mapping[str, nn.Module],
     x: Tensor,
     state: MixerState | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     elapsed: Tensor | None,
 ) -> None:
-    """ValueError unless the arguments of `FracMixer.forward` fit the mixer and each other."""
-    if not isinstance(mixer.conv1d, CausalConv1d):
-        raise ValueError(
-            f"conv1d must be a CausalConv1d, got {type(mixer.conv1d).__name__}: adapters on the "
-            "convolution are not supported; leave conv1d out of target_modules"
-        )
+    """ValueError unless the arguments of the mixer's `forward` fit the mixer and each other.
+
+    `convolutions` are its convolutions by name; the state has their windows, joined.
+    """
+    channels = 0
+    for name, conv in convolutions.items():
+        if not isinstance(conv, CausalConv1d):
+            raise ValueError(
+                f"{name} must be a CausalConv1d, got {type(conv).__name__}: adapters on the "
+                f"convolution are not supported; leave {name} out of target_modules"
+            )
+        channels += conv.in_channels
     if x.ndim != 3 or x.shape[-1] != mixer.hidden_size:
         raise ValueError(f"x must have shape (B, T, {mixer.hidden_size}), got {tuple(x.shape)}")
     if attention_mask is not None and cu_seqlens is not None:
@@ -56,7 +65,7 @@ def check_inputs(
     num = x.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, x)
     if state is None:
         return
-    expected = (num, mixer.num_heads * mixer.head_dim, mixer.conv_kernel - 1)
+    expected = (num, channels, mixer.conv_kernel - 1)
     if state.conv.shape != expected:
         raise ValueError(
             f"state.conv must have shape {expected}, got {tuple(state.conv.shape)}; "

@@ -11,12 +11,13 @@ Letters: B batch, T time, E width, H heads, D head channels, I = H D, M modes, K
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flash_frac.layers.base import RecurrentMixer
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
@@ -54,7 +55,7 @@ class MixerInputs(NamedTuple):
     window: Tensor
 
 
-class FracMixer(nn.Module):
+class FracMixer(RecurrentMixer):
     """A selective state-space layer with power-law memory.
 
     Args:
@@ -198,25 +199,7 @@ class FracMixer(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.ones_(self.out_norm.weight)
-        for name, value in self.initial_time_values().items():
-            if (tensor := getattr(self, name)) is not None:
-                tensor.copy_(value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FracMixer:
-        """As in nn.Module, except that no cast takes the tensors that carry time below float32.
-
-        They are exactly the tensors this module owns itself; the rest belongs to its children.
-        """
-
-        def keep_precision(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            narrowed = result.is_floating_point() and result.dtype.itemsize < 4
-            return tensor.to(result.device) if narrowed else result
-
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        return super()._apply(keep_precision, recurse=False)
+        self.reset_time()
 
     def forward(
         self,
@@ -274,7 +257,7 @@ class FracMixer(nn.Module):
         elapsed: Tensor | None = None,
     ) -> MixerInputs:
         """Projection, convolution and controls: all that comes before the scan, as in `forward`."""
-        check_inputs(self, x, state, attention_mask, cu_seqlens, elapsed)
+        check_inputs(self, {"conv1d": self.conv1d}, x, state, attention_mask, cu_seqlens, elapsed)
         inner_x, gate = self.in_proj(x).chunk(2, -1)
         before = None if state is None else state.conv
         if self.context_group is not None:

@@ -1,7 +1,8 @@
 """When a layer's weights may be read directly, past the calls of its modules, and how.
 
-Kernels that decode one token read weights themselves. They may not if something else is to be
-called: an adapter, a hook, a module that stands for another.
+Kernels that decode one token read weights themselves, and layers of one input are computed
+together. They may not if something else is to be called: an adapter, a hook, a module that stands
+for another.
 Letters: B batch, T time, E width.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_frac.layers.conv import CausalConv1d
@@ -26,6 +28,7 @@ def is_watched(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or hasattr(module, "_hf_hook")
+        or "forward" in vars(module)
     )
 
 
@@ -38,6 +41,28 @@ def has_plain_weight(module: nn.Module) -> TypeGuard[nn.Linear | CausalConv1d]:
         Tensor,
         nn.Parameter,
     )
+
+
+def can_join(modules: Sequence[nn.Module]) -> bool:
+    """Whether layers of one kind, which have no bias, may be computed as one."""
+    return all(
+        has_plain_weight(module)
+        and _is_like(module.weight, modules[0].weight)  # pyright: ignore[reportArgumentType]
+        and module.bias is None
+        and not is_watched(module)
+        for module in modules
+    )
+
+
+def joined_linear(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The outputs of linear layers of x (B, T, E), joined: by one product if they are plain.
+
+    Each product alone is small beside reading x. For one token the weights are what is read, and
+    joining them would read them twice.
+    """
+    if x.shape[1] == 1 or not can_join(modules):
+        return torch.cat([module(x) for module in modules], -1)
+    return F.linear(x, torch.cat([module.weight for module in modules]))  # pyright: ignore
 
 
 def steps_directly(

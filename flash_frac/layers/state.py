@@ -1,6 +1,7 @@
-"""What a FracMixer remembers between calls.
+"""What a FracMixer or DeltaMixer remembers between calls.
 
-Letters: B sequences, H heads, M modes, D head channels, I = H D inner width, K taps.
+Letters: B sequences, H heads, M modes (key channels of a DeltaMixer), D head channels, I channels
+of the convolution, K taps.
 """
 
 from __future__ import annotations

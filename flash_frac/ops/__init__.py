@@ -16,6 +16,7 @@ from flash_frac.ops.control.reference import (
     mode_log_decay,
 )
 from flash_frac.ops.conv.api import ConvOutput, causal_conv
+from flash_frac.ops.delta.api import delta_scan, delta_step
 from flash_frac.ops.norm.api import gated_norm, norm
 from flash_frac.ops.norm.reference import rms_norm
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, frac_scan, frac_step
@@ -33,6 +34,8 @@ __all__ = [
     "check_cu_seqlens",
     "controls",
     "controls_from_logits",
+    "delta_scan",
+    "delta_step",
     "dilate",
     "dynamics",
     "frac_scan",

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from flash_frac.ops.control.reference import torch_controls
 from flash_frac.ops.conv.reference import torch_conv
+from flash_frac.ops.delta.chunk import chunk_delta
+from flash_frac.ops.delta.reference import delta_step, recurrent_delta
 from flash_frac.ops.norm.reference import torch_gated_norm, torch_norm
 from flash_frac.ops.scan.chunk import chunk_scan
 from flash_frac.ops.scan.reference import recurrent_scan, step
@@ -30,9 +32,11 @@ logger = logging.getLogger("flash_frac.ops")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
-# Limits of the Triton kernels: taps of a convolution (Triton 3.4 does not compile one tap), and
-# the width of a row that a program of the norm holds in registers.
+# Limits of the Triton kernels: taps of a convolution (Triton 3.4 does not compile one tap), the
+# width of a row that a program of the norm holds in registers, and the key and value channels of a
+# head of the delta rule.
 FEWEST_TAPS, MOST_TAPS, MOST_WIDTH = 2, 8, 8192
+MOST_KEYS, MOST_VALUES = 128, 256
 
 
 def _torch_loss(*arguments: Any) -> Tensor:
@@ -46,6 +50,7 @@ class Backend(NamedTuple):
 
     Attributes:
         scan, step: of `frac_scan` and `frac_step`.
+        delta, delta_step: of `delta_scan` and `delta_step`.
         refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
         controls, conv, norm, gated_norm, swiglu, loss: of the operators around the scan; a backend
             that does not have its own takes the plain-torch form.
@@ -55,6 +60,8 @@ class Backend(NamedTuple):
     scan: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., tuple[Tensor, Tensor]]
     refusal: Callable[[Tensor], str | None]
+    delta: Callable[..., tuple[Tensor, Tensor]] = chunk_delta
+    delta_step: Callable[..., tuple[Tensor, Tensor]] = delta_step
     controls: Callable[..., Any] = torch_controls
     conv: Callable[..., tuple[Tensor, Tensor]] = torch_conv
     norm: Callable[..., Tensor] = torch_norm
@@ -65,7 +72,8 @@ class Backend(NamedTuple):
 
 
 # The operators on sequences, whose contracts every backend keeps (`tests/ops/test_contracts.py`).
-OPERATORS = ("scan", "step", "controls", "conv", "norm", "gated_norm", "swiglu")
+OPERATORS = ("scan", "step", "delta", "delta_step", "controls")
+OPERATORS += ("conv", "norm", "gated_norm", "swiglu")
 
 
 def _runs_anywhere(x: Tensor) -> None:
@@ -107,6 +115,14 @@ def _norm_limit(x: Tensor) -> str | None:
     return None if width <= MOST_WIDTH else f"the norm takes rows up to {MOST_WIDTH}, got {width}"
 
 
+def _delta_limit(v: Tensor, k: Tensor) -> str | None:
+    keys, values = k.shape[-1], v.shape[-1]
+    if keys <= MOST_KEYS and values <= MOST_VALUES:
+        return None
+    most = f"{MOST_KEYS} key and {MOST_VALUES} value channels"
+    return f"the delta rule's kernels take up to {most} of a head, got {keys} and {values}"
+
+
 def _loss_limit(hidden: Tensor, chunk_tokens: int | None) -> str | None:
     if not _HAS_LIGER:
         return "the fused loss is liger-kernel's, which is not installed (extra train)"
@@ -127,6 +143,18 @@ def _triton_step(*arguments: Any) -> tuple[Tensor, Tensor]:
     from flash_frac.ops.scan.step import triton_step
 
     return triton_step(*arguments)
+
+
+def _triton_delta(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.delta.triton import triton_delta
+
+    return triton_delta(*arguments)
+
+
+def _triton_delta_step(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.delta.triton import triton_delta_step
+
+    return triton_delta_step(*arguments)
 
 
 def _triton_controls(*arguments: Any) -> Any:
@@ -170,6 +198,8 @@ BACKENDS: dict[str, Backend] = {
         scan=_triton_scan,
         step=_triton_step,
         refusal=triton_refusal,
+        delta=_triton_delta,
+        delta_step=_triton_delta_step,
         controls=_triton_controls,
         conv=_triton_conv,
         norm=_triton_norm,
@@ -177,13 +207,17 @@ BACKENDS: dict[str, Backend] = {
         swiglu=_triton_swiglu,
         loss=_liger_loss,
         limits={
+            "delta": _delta_limit,
+            "delta_step": _delta_limit,
             "conv": _conv_limit,
             "norm": _norm_limit,
             "gated_norm": _norm_limit,
             "loss": _loss_limit,
         },
     ),
-    "recurrent": Backend(scan=recurrent_scan, step=step, refusal=_runs_anywhere),
+    "recurrent": Backend(
+        scan=recurrent_scan, step=step, refusal=_runs_anywhere, delta=recurrent_delta
+    ),
     "torch": Backend(scan=chunk_scan, step=step, refusal=_runs_anywhere),
 }
 # "auto" takes the first of these that is in the table and can run.

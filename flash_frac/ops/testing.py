@@ -1,4 +1,4 @@
-"""Inputs and errors for whoever checks or times the scan: the tests, the benchmarks, the doctor."""
+"""Inputs and errors for what checks or times the scans: the tests, the benchmarks, the doctor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_frac.ops.control.reference import Dynamics, mode_log_decay
@@ -59,6 +60,50 @@ def random_inputs(
     u = torch.randn(*size, channels, generator=generator, dtype=torch.float64)
     inputs = ScanInputs(u, read, -torch.expm1(log_decay) * write, log_decay)
     return ScanInputs(*(x.to(device) for x in inputs.to(dtype)))
+
+
+class DeltaInputs(NamedTuple):
+    """Arguments of `delta_scan`: q, k (B, T, H, K); v (B, T, H, D); beta, log_decay (B, T, H)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+
+    def to(self, dtype: torch.dtype) -> DeltaInputs:
+        """All in `dtype`, but log_decay never below float32."""
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v, beta = (x.to(dtype) for x in self[:4])
+        return DeltaInputs(q, k, v, beta, self.log_decay.to(wide))
+
+
+def random_delta_inputs(
+    batch: int,
+    time: int,
+    heads: int,
+    keys: int,
+    channels: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> DeltaInputs:
+    """Random inputs of the delta rule, drawn as those of `random_inputs` are.
+
+    Queries and keys have unit length, beta is uniform in [0, 1], and -log_decay is log-uniform in
+    [1e-4, 1]: some tokens forget most of the state, some nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size, wide = (batch, time, heads), torch.float64
+    q, k = (
+        F.normalize(torch.randn(*size, keys, generator=generator, dtype=wide), dim=-1)
+        for _ in range(2)
+    )
+    v = torch.randn(*size, channels, generator=generator, dtype=wide)
+    beta, share = (torch.rand(*size, generator=generator, dtype=wide) for _ in range(2))
+    inputs = DeltaInputs(q, k, v, beta, -torch.exp(math.log(1e-4) * share))
+    return DeltaInputs(*(x.to(device) for x in inputs.to(dtype)))
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -13,6 +13,7 @@ from flash_frac.ops.testing import random_inputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would time the GPU's events")
 SIZES = [1, 48, 2, 4, 8]
+PASSES = ("forward", "forward+backward")
 
 
 def measured(**options):
@@ -80,19 +81,23 @@ def test_the_error_of_a_peer_that_computes_our_scan_is_recorded():
 
 
 def test_the_script_on_a_cpu(tmp_path, monkeypatch):
-    # In the process itself, because starting another two takes longer than all the rest.
-    monkeypatch.setattr(ops, "process_peak_mib", lambda name, sizes: 1.0)
+    # In the process itself, because starting others takes longer than all the rest.
+    monkeypatch.setattr(ops, "process_peak_mib", lambda *arguments: 1.0)
     path = tmp_path / "cpu.csv"
     script.main(["--time", "64", "--repeats", "2", "--out", str(path), "--commit", "abc"])
     rows = read_rows(path)
-    assert [row["implementation"] for row in rows] == ["plain chunk-32 loop", "flash_frac torch"]
+    passes = [f"{name}{passed}" for name in ("", "delta ") for passed in PASSES]
+    names = ["plain chunk-32 loop", "flash_frac torch"]
+    expected = [(passed, name) for passed in passes for name in names]
+    assert [(row["pass"], row["implementation"]) for row in rows] == expected
     assert all(row["commit"] == "abc" and row["T"] == "64" and row["error"] for row in rows)
 
 
-def test_a_wrong_scan_has_no_row_on_a_cpu(tmp_path, monkeypatch):
-    right = ops.IMPLEMENTATIONS["flash_frac torch"]
+@pytest.mark.parametrize("operator", ops.ON_CPU)
+def test_a_wrong_scan_has_no_row_on_a_cpu(monkeypatch, operator):
+    case = ops.ON_CPU[operator]
+    right = case.implementations["flash_frac torch"]
     wrong = {"flash_frac torch": lambda inputs: [1.1 * x for x in right(inputs)]}
-    monkeypatch.setattr(ops, "IMPLEMENTATIONS", wrong)
+    monkeypatch.setitem(ops.ON_CPU, operator, case._replace(implementations=wrong))
     with pytest.raises(SystemExit, match=r"flash_frac torch is wrong by .*: no timing"):
-        script.main(["--time", "64", "--repeats", "2", "--out", str(tmp_path / "cpu.csv")])
-    assert not (tmp_path / "cpu.csv").exists()
+        ops.measure_cpu(operator, 64, 2)

@@ -12,15 +12,19 @@ from flash_frac.ops import (
     ControlSettings,
     causal_conv,
     controls_from_logits,
+    delta_scan,
+    delta_step,
     frac_scan,
     frac_step,
     gated_norm,
     norm,
     swiglu,
 )
-from flash_frac.ops.testing import random_inputs
+from flash_frac.ops.testing import random_delta_inputs, random_inputs
 
 H, D, M, K = 2, 9, 8, 4
+# Of the delta rule; with fewer, chunks of tokens cancel (tests/ops/test_delta.py).
+KEYS = 16
 
 
 class Inputs(NamedTuple):
@@ -83,6 +87,34 @@ def run_steps(inputs, backend, mask=None):
     return [torch.cat(outputs, 1)], state
 
 
+def draw_delta(batch, time, num):
+    seed = int(torch.randint(2**31, ()))
+    tokens = random_delta_inputs(batch, time, H, KEYS, D, dtype=torch.float64, seed=seed)
+    return Inputs(list(tokens), [], normal(num, H, KEYS, D))
+
+
+def delta_masked(tokens, mask):
+    """Padding of the delta rule: nothing is written, and nothing decays."""
+    if mask is None:
+        return tokens
+    return [*tokens[:3], *(x.masked_fill((mask == 0)[..., None], 0) for x in tokens[3:])]
+
+
+def run_delta(inputs, backend, cu_seqlens=None, mask=None):
+    options = {"initial_state": inputs.state, "cu_seqlens": cu_seqlens, "backend": backend}
+    y, state = delta_scan(*delta_masked(inputs.tokens, mask), **options)
+    return [y], state
+
+
+def run_delta_steps(inputs, backend, mask=None):
+    tokens, state = delta_masked(inputs.tokens, mask), inputs.state
+    outputs = [inputs.tokens[2][:, :0]]
+    for t in range(tokens[0].shape[1]):
+        y, state = delta_step(*(x[:, t] for x in tokens), state, backend=backend)
+        outputs.append(y[:, None])
+    return [torch.cat(outputs, 1)], state
+
+
 def draw_controls(batch, time, num):
     logits = [3 * normal(batch, time, 3 * H), normal(batch, time, 2 * H * M)]
     log_tau = torch.linspace(0, 11, M, dtype=torch.float64)
@@ -135,6 +167,8 @@ CONTRACTS = {
     "scan": Contract(draw_scan, run_scan, run_scan, begins=True),
     # One after the other, steps are the scan.
     "step": Contract(draw_scan, run_steps, run_scan, packs=False),
+    "delta": Contract(draw_delta, run_delta, run_delta, begins=True),
+    "delta_step": Contract(draw_delta, run_delta_steps, run_delta, packs=False),
     "controls": Contract(draw_controls, run_controls, run_controls),
     "conv": Contract(draw_conv, run_conv, run_conv, begins=True),
     "norm": Contract(draw_norm, run_norm, run_norm),

@@ -65,7 +65,7 @@ def frac_scan(
     num_states = u.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, u)
     state = initial_state
     if state is not None:
-        state = _check_state(state, "initial_state", num_states, u, read)
+        state = check_state(state, "initial_state", num_states, u, read)
     scan = choose("scan", backend, u)
     return ScanOutput(*scan(u, read, write, log_decay, state, cu_seqlens))
 
@@ -89,7 +89,7 @@ def frac_step(
         ScanOutput(y, state): y (B, H, D) like u; the new state, a new tensor.
     """
     check_scan_inputs(u, read, write, log_decay, ("B", "H", "D"))
-    state = _check_state(state, "state", u.shape[0], u, read)
+    state = check_state(state, "state", u.shape[0], u, read)
     step = choose("step", backend, u)
     return ScanOutput(*step(u, read, write, log_decay, state))
 
@@ -118,14 +118,19 @@ def check_scan_inputs(
         raise ValueError(
             f"u and read must have at least one head, channel and mode, got {empty[0]} = 0"
         )
+    check_log_decay(log_decay)
+
+
+def check_log_decay(log_decay: Tensor) -> None:
+    """ValueError unless it has enough digits and, where one may look, is at most 0."""
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"log_decay must be float32, which slow modes need, got {log_decay.dtype}; "
+            f"log_decay must be float32, which slow decays need, got {log_decay.dtype}; "
             "compute it in float32 (flash_frac.ops.controls does)"
         )
     if can_look_at(log_decay) and (log_decay > 0).any():
         raise ValueError(
-            f"log_decay must be at most 0, a mode cannot grow, got {log_decay.max().item():.3g}"
+            f"log_decay must be at most 0, a state cannot grow, got {log_decay.max().item():.3g}"
         )
 
 
@@ -139,7 +144,7 @@ def can_look_at(x: Tensor) -> bool:
     )
 
 
-def _check_state(state: Tensor, name: str, num: int, u: Tensor, read: Tensor) -> Tensor:
+def check_state(state: Tensor, name: str, num: int, u: Tensor, read: Tensor) -> Tensor:
     """The state to start from; ValueError if it does not fit."""
     expected = (num, u.shape[-2], read.shape[-1], u.shape[-1])
     dtype = torch.promote_types(u.dtype, torch.float32)

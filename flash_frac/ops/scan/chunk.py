@@ -11,6 +11,7 @@ S sequences of a row (1, or all packed sequences).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,38 +29,57 @@ from flash_frac.ops.scan.passes import (
 from flash_frac.ops.scan.reference import zero_state
 
 
+class Passes(NamedTuple):
+    """The two passes over chunks, as `isolated_forward` and `isolated_backward` are."""
+
+    forward: Callable[..., tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+SCAN = Passes(isolated_forward, isolated_backward)
+
+
 class ChunkScan(torch.autograd.Function):
-    """The scan of chunked inputs (B, N, H, C, ...), initial states and a layout, with gradient."""
+    """Passes over chunked inputs and initial states, which come last, with gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        inputs, layout = args[:5], Layout(*args[5:]) if len(args) > 5 else None
-        (y, final), kept = isolated_forward(inputs, layout)
-        ctx.save_for_backward(*kept, *args)
+    def forward(
+        ctx: Any, passes: Passes, layout: Layout | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (y, final), kept = passes.forward(inputs, layout)
+        ctx.passes, ctx.layout, ctx.num_inputs = passes, layout, len(inputs)
+        ctx.save_for_backward(*inputs, *kept)
         return y, final
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dy: Tensor, dfinal: Tensor
     ) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        kept, inputs, layout_tensors = saved[:2], saved[2:7], saved[7:]
-        layout = Layout(*layout_tensors) if layout_tensors else None
+        inputs, kept = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
         if torch.is_grad_enabled():
-            gradients = _differentiable(inputs, layout, dy, dfinal)
+            gradients = _differentiable(ctx.passes, inputs, ctx.layout, dy, dfinal)
         else:
-            gradients = isolated_backward(dy, dfinal, inputs, kept, layout)
-        return *gradients, *(None for _ in layout_tensors)
+            gradients = ctx.passes.backward(dy, dfinal, inputs, kept, ctx.layout)
+        return None, None, *gradients
+
+
+def run_chunks(
+    passes: Passes, inputs: Sequence[Tensor], layout: Layout | None
+) -> tuple[Tensor, Tensor]:
+    """y and the states after all sequences, of chunked inputs and initial states."""
+    if _is_transformed():
+        return passes.forward(inputs, layout)[0]
+    return ChunkScan.apply(passes, layout, *inputs)  # pyright: ignore[reportReturnType]
 
 
 def _differentiable(
-    inputs: tuple[Tensor, ...], layout: Layout | None, dy: Tensor, dfinal: Tensor
+    passes: Passes, inputs: Sequence[Tensor], layout: Layout | None, dy: Tensor, dfinal: Tensor
 ) -> list[Tensor | None]:
     """The gradients with a graph of their own, which `create_graph=True` asks for."""
     # Views, because one of the inputs may come from another.
     inputs = tuple(x.view_as(x) for x in inputs)
     needed = [x for x in inputs if x.requires_grad]
-    outputs, _ = isolated_forward(inputs, layout)
+    outputs, _ = passes.forward(inputs, layout)
     with torch.autocast(dy.device.type, enabled=False):
         found = iter(torch.autograd.grad(outputs, needed, (dy, dfinal), create_graph=True))
     return [next(found) if x.requires_grad else None for x in inputs]
@@ -105,22 +125,29 @@ class Slots(NamedTuple):
     token: Tensor | None
     slot: Tensor | None
 
-    def to_chunks(self, x: Tensor) -> Tensor:
-        """(B, T, H, X) -> (B, N, H, C, X), contiguous. An empty slot is an identity step: zeros."""
+    def cut(self, x: Tensor) -> Tensor:
+        """(B, T, H, X) -> (B, N, C, H, X). An empty slot is an identity step: zeros."""
         if self.token is None:
-            x = blocks(x, 1, CHUNK)
-        else:
-            x = x[:, self.token].masked_fill((self.token < 0)[:, None, None], 0)
-            x = x.unflatten(1, (-1, CHUNK))
-        return x.transpose(2, 3).contiguous()
+            return blocks(x, 1, CHUNK)
+        x = x[:, self.token].masked_fill((self.token < 0)[:, None, None], 0)
+        return x.unflatten(1, (-1, CHUNK))
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        x = x.flatten(1, 2)
+        return trim(x, self.num_tokens) if self.slot is None else x[:, self.slot]
+
+    def to_chunks(self, x: Tensor) -> Tensor:
+        """(B, T, H, X) -> (B, N, H, C, X), contiguous."""
+        return self.cut(x).transpose(2, 3).contiguous()
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The inverse."""
-        x = x.transpose(2, 3).flatten(1, 2)
-        return trim(x, self.num_tokens) if self.slot is None else x[:, self.slot]
+        return self.join(x.transpose(2, 3))
 
 
-def _slots(num_tokens: int, cu_seqlens: Tensor | None) -> Slots:
+def slots_of(num_tokens: int, cu_seqlens: Tensor | None) -> Slots:
+    """Where the tokens of a row go."""
     if cu_seqlens is None:
         return Slots(num_tokens, None, None, None)
     num_chunks = num_tokens // CHUNK + len(cu_seqlens) - 1
@@ -154,10 +181,7 @@ def chunk_scan(
         y, final = compiled_scan(*inputs, initial_state, cu_seqlens)
         return y.to(u.dtype), final
     slots, chunks, initial = _chunked(tuple(inputs), initial_state, cu_seqlens)
-    if _is_transformed():
-        (y, final), _ = isolated_forward((*chunks, initial), slots.layout)
-    else:
-        y, final = ChunkScan.apply(*chunks, initial, *(slots.layout or ()))
+    y, final = run_chunks(SCAN, (*chunks, initial), slots.layout)
     return slots.to_tokens(y).to(u.dtype), final.flatten(0, 1)
 
 
@@ -184,7 +208,7 @@ def _chunked(
     inputs: tuple[Tensor, ...], initial: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Slots, list[Tensor], Tensor]:
     """Where tokens go, the inputs there, and the states (B, S, H, M, D) at the beginning."""
-    slots = _slots(inputs[0].shape[1], cu_seqlens)
+    slots = slots_of(inputs[0].shape[1], cu_seqlens)
     start = initial[:, None] if cu_seqlens is None else initial[None]
     return slots, [slots.to_chunks(x) for x in inputs], start
 

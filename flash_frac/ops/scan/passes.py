@@ -128,7 +128,7 @@ def _states_before(
     increment: Tensor, log_decay: Tensor, initial: Tensor, layout: Layout | None
 ) -> tuple[Tensor, Tensor]:
     """States before every chunk (B, N, H, M, D), and after every sequence (B, S, H, M, D)."""
-    first = _first(layout, increment.device)
+    first = first_chunks(layout, increment.device)
     kept = log_decay.index_select(1, first).exp()[..., None] * initial
     sequence = None if layout is None else layout.sequence
     after = _scan_chunks(increment.index_add(1, first, kept), log_decay, sequence)
@@ -136,7 +136,7 @@ def _states_before(
     return before, after[:, -1:] if layout is None else after.index_select(1, layout.last)
 
 
-def _first(layout: Layout | None, device: torch.device) -> Tensor:
+def first_chunks(layout: Layout | None, device: torch.device) -> Tensor:
     """The first chunk of each sequence."""
     return torch.zeros(1, dtype=torch.long, device=device) if layout is None else layout.first
 
@@ -186,17 +186,17 @@ def _backward(
     return du, dread + dread_state, dwrite + dwrite_state, dlog_decay, dinitial
 
 
-def _not_finite(x: Tensor) -> Tensor:
+def not_finite(x: Tensor) -> Tensor:
     """Whether there is an inf or a NaN among the last axis: times zero, both are NaN."""
     return (x * 0).sum(-1).isnan()
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite(x: Tensor) -> Tensor:
     """x with zeros for inf and NaN."""
     return x.nan_to_num(0, 0, 0)
 
 
-def _spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
+def spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
     """What comes after a bad token of its sequence (B, N, H, C), and the states at the end.
 
     bad: (B, N, H, C); bad_state: (B, S, H), at the beginning. The states are (B, S, H).
@@ -213,7 +213,7 @@ def _spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tens
     return inside + before[..., None] > 0, final > 0
 
 
-def _nan_where(bad: Tensor, like: Tensor) -> Tensor:
+def nan_where(bad: Tensor, like: Tensor) -> Tensor:
     """NaN or 0, to be added: unlike a choice, a sum keeps the NaN of its gradient."""
     return torch.zeros_like(bad, dtype=like.dtype).masked_fill(bad, torch.nan)
 
@@ -222,10 +222,10 @@ def _clean(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Inputs of `_forward` without what would spoil others."""
     u, read, write, log_decay, initial = inputs
     log_decay = log_decay.nan_to_num(0, 0, -torch.inf)
-    return _finite(u), _finite(read), _finite(write), log_decay, _finite(initial)
+    return finite(u), finite(read), finite(write), log_decay, finite(initial)
 
 
-def _without_autocast(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> torch.autocast:
     """Mixed-precision regions are left at the door: they would round the products to 16 bits."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -236,14 +236,14 @@ def isolated_forward(
     """y and the states after all sequences; for the backward pass gamma and the states before."""
     u, read, write, log_decay, initial = inputs
     # -inf is a decay like any other, +inf and NaN are not.
-    bad = _not_finite(u) | _not_finite(write) | _not_finite(log_decay.amax(-1, True).clamp_min(0))
-    after, bad_final = _spoilt(bad, _not_finite(initial.flatten(-2)), layout)
+    bad = not_finite(u) | not_finite(write) | not_finite(log_decay.amax(-1, True).clamp_min(0))
+    after, bad_final = spoilt(bad, not_finite(initial.flatten(-2)), layout)
     # A read spoils its own token alone.
-    bad_y = after | _not_finite(read)
-    with _without_autocast(u):
+    bad_y = after | not_finite(read)
+    with without_autocast(u):
         y, final, gamma, before = _forward(*_clean(inputs), layout=layout)
-    y = y + _nan_where(bad_y[..., None], y)
-    return (y, final + _nan_where(bad_final[..., None, None], y)), (gamma, before)
+    y = y + nan_where(bad_y[..., None], y)
+    return (y, final + nan_where(bad_final[..., None, None], y)), (gamma, before)
 
 
 def isolated_backward(
@@ -254,15 +254,15 @@ def isolated_backward(
     layout: Layout | None,
 ) -> tuple[Tensor, ...]:
     """A gradient or read that is not finite spoils the gradients of its sequence up to there."""
-    bad, bad_state = _not_finite(dy) | _not_finite(inputs[1]), _not_finite(dfinal.flatten(-2))
+    bad, bad_state = not_finite(dy) | not_finite(inputs[1]), not_finite(dfinal.flatten(-2))
     turned = None if layout is None else layout.reversed()
     # Backward in time, inside the chunks too.
-    up_to, first = _spoilt(bad.flip(1, 3), bad_state.flip(1), turned)
+    up_to, first = spoilt(bad.flip(1, 3), bad_state.flip(1), turned)
     up_to, first = up_to.flip(1, 3)[..., None], first.flip(1)[..., None, None]
     clean = _clean(inputs)[:4]
-    with _without_autocast(dy):
-        gradients = _backward(_finite(dy), _finite(dfinal), *clean, *kept, layout=layout)
+    with without_autocast(dy):
+        gradients = _backward(finite(dy), finite(dfinal), *clean, *kept, layout=layout)
     du, dread, dwrite, ddecay, dinitial = gradients
-    nan = _nan_where(up_to, dy)
-    dread = dread + _nan_where(bad[..., None], dy)
-    return du + nan, dread, dwrite + nan, ddecay + nan, dinitial + _nan_where(first, dy)
+    nan = nan_where(up_to, dy)
+    dread = dread + nan_where(bad[..., None], dy)
+    return du + nan, dread, dwrite + nan, ddecay + nan, dinitial + nan_where(first, dy)

@@ -8,7 +8,8 @@ import transformers
 from torch.testing import assert_close
 
 from experiments.baselines import Attention, Mamba2, make_mixer
-from experiments.baselines.delta_rule import gated_delta_rule, unit_triangular_inverse
+from flash_frac.ops import delta_scan
+from flash_frac.ops.delta.passes import unit_triangular_inverse
 
 # Two float32 computations of the same thing, a few dozen roundings apart.
 FLOAT32 = {"rtol": 1e-5, "atol": 2e-6}
@@ -43,7 +44,7 @@ def assert_equal_delta_rule(rule):
     v, beta, log_decay = torch.randn(2, 150, 3, 16), torch.rand(2, 150, 3), -torch.rand(2, 150, 3)
     state = torch.randn(2, 3, 8, 16)
     expected = rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)
-    actual = gated_delta_rule(q * 8**-0.5, k, v, beta, log_decay, state=state)
+    actual = delta_scan(q * 8**-0.5, k, v, beta, log_decay, initial_state=state)
     for a, b in zip(actual, expected, strict=True):
         assert_close(a, b, **FLOAT32)
 
