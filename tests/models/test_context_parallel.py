@@ -7,6 +7,7 @@ import torch.distributed as dist
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracForSequenceClassification, FracModel
 from flash_frac.ops.testing import relative_error
+from tests.layers.test_delta import make_mixer as make_delta
 from tests.layers.test_mixer import E, make_mixer
 from tests.models.conftest import make_model
 from tests.models.hybrids import KINDS, make_kind
@@ -49,10 +50,10 @@ def gradient_errors(got, expected):
     return [relative_error(got[name], expected[name]) for name in expected]
 
 
-def mixer_errors(group, documents, length=T, **options):
+def mixer_errors(group, documents, length=T, make=make_mixer, **options):
     """Errors of y, the last state, and the gradients of the input and of all parameters."""
     torch.manual_seed(7)
-    mixer = make_mixer(**options)
+    mixer = make(**options)
     batch = 2 if documents is None else 1
     x = torch.randn(batch, length, E, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(batch, length, E, dtype=torch.float64)
@@ -176,6 +177,7 @@ def layer_cases(groups):
     group = groups[4]
     for name, documents in DOCUMENTS.items():
         results[f"model: {name} 4"] = model_errors(group, documents)
+        results[f"delta: {name}"] = mixer_errors(group, documents, make=make_delta)
     for kind in KINDS:
         results[f"{kind}: several"] = model_errors(group, several, kind=kind)
     mixed, empty = "full and sliding", DOCUMENTS["all kinds, and empty ones"]
@@ -202,6 +204,12 @@ def results(tmp_path_factory):
 def test_mixers_share_a_row(results, case, ranks):
     for result in results:
         assert all(error < EXACT for error in result[f"mixer: {case} {ranks}"])
+
+
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_delta_mixers_share_a_row(results, case):
+    for result in results:
+        assert all(error < EXACT for error in result[f"delta: {case}"])
 
 
 CHECKPOINTING = ["checkpointing, reentrant True", "checkpointing, reentrant False"]

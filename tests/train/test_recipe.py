@@ -236,8 +236,12 @@ def test_a_configuration_that_is_not_there(write_recipe, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("frac-1.3b", 100e9), ("frac-mixed-1.3b", 100e9), ("frac-delta-1.3b", 100e9)]
-    + [("frac-390m", 30e9)],
+    [
+        ("frac-1.3b", 100e9),
+        ("frac-mixed-1.3b", 100e9),
+        ("frac-delta-1.3b", 100e9),
+        ("frac-390m", 30e9),
+    ],
 )
 def test_the_papers_runs(name, tokens):
     """A million tokens a step, on 16 and on 8 GPUs, learning rate and decay as in the paper."""
