@@ -166,8 +166,9 @@ class FracModel(FracPreTrainedModel):
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
-            elapsed: (B, T), positive: the time before each token, which multiplies its delta; the
-                usual time, 1, if None, or in training what config.frac_time_dilation draws.
+            elapsed: (B, T), positive: the time before each token, by which Frac and delta layers
+                fade, and which attention does not know; the usual time, 1, if None, or in training
+                what config.frac_time_dilation draws.
             kwargs: what transformers and TRL pass to every model: cu_seq_lens_q, cu_seq_lens_k or
                 seq_idx instead of cu_seqlens, and names that mean nothing here (`inputs.UNUSED`).
         """
