@@ -22,12 +22,12 @@ from transformers.utils import logging
 
 from flash_frac.layers import TIME_PARAMETERS, RMSNorm
 from flash_frac.models.attention import AttentionBlock, FracRotaryEmbedding, recorded_attentions
-from flash_frac.models.attention_inputs import AttentionInputs, StaticAttentionInputs
+from flash_frac.models.attention_dispatch import attention_inputs
+from flash_frac.models.attention_inputs import AttentionInputs
 from flash_frac.models.block import STATE_MIXERS, FracBlock
 from flash_frac.models.boundaries import find_boundaries
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
-from flash_frac.models.context_attention import ContextAttentionInputs
 from flash_frac.models.generation import FracGenerationMixin
 from flash_frac.models.inputs import (
     LOSS,
@@ -38,7 +38,6 @@ from flash_frac.models.inputs import (
     random_elapsed,
     wants_attentions,
 )
-from flash_frac.models.lanes import LaneAttentionInputs, LaneCache
 from flash_frac.models.mixers import ATTENTION, mixer_types_of
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.loss import linear_cross_entropy
@@ -117,6 +116,8 @@ class FracModel(FracPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.attention_config = config.attention_config() if config.attention_layers else None
+        if self.attention_config is not None:
+            self.attention_config._attn_implementation = config._attn_implementation
         self.rotary_emb = None
         if self.attention_config is not None and config.attention_positions == "rope":
             self.rotary_emb = FracRotaryEmbedding(self.attention_config)
@@ -202,9 +203,20 @@ class FracModel(FracPreTrainedModel):
         if elapsed is None and self.training and self.config.frac_time_dilation > 1:
             elapsed = random_elapsed(hidden_states, cu_seqlens, self.config.frac_time_dilation)
         inputs = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "elapsed": elapsed}
-        attention = self._attention_inputs(
-            hidden_states, masks or attention_mask, mask, past_key_values, cu_seqlens, position_ids
-        )
+        if isinstance(past_key_values, FracStaticCache):
+            past_key_values.place(hidden_states.device)
+        attention = None
+        if self.attention_config is not None:
+            attention = attention_inputs(
+                self.config,
+                hidden_states,
+                masks or attention_mask,
+                mask,
+                past_key_values,
+                cu_seqlens,
+                position_ids,
+                self.context_group,
+            )
         implementation = "eager" if with_attentions else self.config._attn_implementation
         with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:
             states = self._run_blocks(
@@ -220,31 +232,6 @@ class FracModel(FracPreTrainedModel):
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
-    def _attention_inputs(
-        self,
-        hidden_states: Tensor,
-        masks: Any,
-        mask: Tensor | None,
-        cache: Cache | None,
-        cu_seqlens: Tensor | None,
-        position_ids: Tensor | None,
-    ) -> AttentionInputs | None:
-        """Of the attention layers; None if there are none."""
-        if isinstance(cache, FracStaticCache):
-            cache.place(hidden_states.device)
-        if self.attention_config is None:
-            return None
-        if isinstance(cache, FracStaticCache):
-            return StaticAttentionInputs(
-                self.config, hidden_states, masks, cache, cu_seqlens, position_ids
-            )
-        inputs: Any = (self.config, hidden_states, mask, cache, cu_seqlens)
-        if isinstance(cache, LaneCache):
-            return LaneAttentionInputs(*inputs)
-        if self.context_group is not None:
-            return ContextAttentionInputs(*inputs, self.context_group)
-        return AttentionInputs(*inputs)
-
     def _run_blocks(
         self,
         hidden_states: Tensor,
@@ -257,8 +244,10 @@ class FracModel(FracPreTrainedModel):
         inputs = {"frac": state_inputs, "delta": state_inputs}
         if attention is not None:
             config: Any = self.attention_config
-            # The caller may choose another one at any time.
-            config._attn_implementation = implementation
+            # The caller may choose another one at any time; a compiled model is to see no change
+            # where there is none.
+            if config._attn_implementation != implementation:
+                config._attn_implementation = implementation
             inputs |= attention.arguments(config, self.rotary_emb)
         states = []
         for block, name in zip(self.layers, self.mixer_types, strict=True):

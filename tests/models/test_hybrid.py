@@ -245,9 +245,15 @@ def test_initialisation():
 
 
 @torch.no_grad()
-def test_forward_compiles_without_graph_breaks(ids):
-    model = make_hybrid(torch.float32, num_hidden_layers=2, attention_layers=[1])
-    close(torch.compile(model, fullgraph=True)(ids, use_cache=False).logits, model(ids).logits)
+def test_forward_compiles_once_for_all_lengths(ids):
+    """Without graph breaks, and with nothing that changes from one call to the next."""
+    types = ["frac", "attention", "sliding_attention"]
+    model = make_model(torch.float32, mixer_types=types, sliding_window=7)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    close(compiled(ids, use_cache=False).logits, model(ids).logits)
+    shorter = ids[:, :29].clone()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        close(compiled(shorter, use_cache=False).logits, model(shorter).logits)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +296,12 @@ def test_what_hybrids_cannot_do(model, ids):
         model(ids[:1], cu_seqlens=ends, past_key_values=cache)
 
 
-def test_only_hybrid_models_name_attention_to_fsdp(ids):
+@each_kind
+def test_models_name_the_blocks_that_they_have_to_fsdp(kind):
     """FSDP refuses to wrap a class that the model does not have."""
-    hybrid, plain = make_model(attention_layers=[1]), make_model()
-    assert set(plain._no_split_modules) == {"FracBlock"}
-    kinds = {type(layer).__name__ for layer in hybrid.model.layers}
-    assert set(hybrid._no_split_modules) == kinds
+    model = make_kind(kind)
+    kinds = {type(layer).__name__ for layer in model.model.layers}
+    assert set(model._no_split_modules) == set(model.model._no_split_modules) == kinds
 
 
 def test_regrid_and_inspect_see_frac_layers_only(model, ids):
