@@ -8,16 +8,26 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flash_frac.layers import FracMixer, GatedMLP, RMSNorm, add_mlp
+from flash_frac.layers import DeltaMixer, FracMixer, GatedMLP, RMSNorm, add_mlp
 from flash_frac.models.cache import read_state, write_state
 from flash_frac.models.configuration import FracConfig
 
 # Mixers whose state has a fixed size; what `_init_weights` and context groups look for.
-STATE_MIXERS = (FracMixer,)
+STATE_MIXERS = (FracMixer, DeltaMixer)
 
 
-def mixer_from_config(config: FracConfig) -> FracMixer:
-    """The mixer of a Frac layer of a model with this configuration."""
+def mixer_from_config(config: FracConfig, mixer_type: str = "frac") -> FracMixer | DeltaMixer:
+    """The mixer of a layer of this type, "frac" or "delta", with this configuration."""
+    if mixer_type == "delta":
+        return DeltaMixer(
+            config.hidden_size,
+            num_heads=config.delta_num_heads,  # pyright: ignore[reportArgumentType]
+            head_dim=config.delta_head_dim,  # pyright: ignore[reportArgumentType]
+            expand_v=config.delta_expand_v,
+            conv_kernel=config.delta_conv_kernel,
+            norm_eps=config.rms_norm_eps,
+            initializer_range=config.initializer_range,
+        )
     return FracMixer(
         config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -43,11 +53,11 @@ def mixer_from_config(config: FracConfig) -> FracMixer:
 class FracBlock(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(mlp_norm(x)) if it has an MLP; its state is in the cache."""
 
-    def __init__(self, config: FracConfig, layer_idx: int) -> None:
+    def __init__(self, config: FracConfig, layer_idx: int, mixer_type: str = "frac") -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = mixer_from_config(config)
+        self.mixer = mixer_from_config(config, mixer_type)
         width = config.mlp_width(layer_idx)
         self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
         if self.mlp is not None:

@@ -139,6 +139,10 @@ class FracCache(DynamicCache):
             return self.num_sliding
         return self.num_tokens
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of keys of full attention, and the first; sliding masks do not ask here."""
+        return self.num_tokens + query_length, 0
+
     @property
     def is_compileable(self) -> bool:
         """False: `generate` is not to compile unasked, as it does not for a `DynamicCache`."""

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
-from flash_frac.layers import TIME_PARAMETERS, RMSNorm
+from flash_frac.layers import DELTA_TIME_PARAMETERS, TIME_PARAMETERS, RMSNorm
 from flash_frac.models.attention import AttentionBlock, FracRotaryEmbedding, recorded_attentions
 from flash_frac.models.attention_dispatch import attention_inputs
 from flash_frac.models.attention_inputs import AttentionInputs
@@ -56,7 +56,9 @@ class FracPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = {"FracBlock"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = {f"mixer.{name}" for name in TIME_PARAMETERS}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = {  # noqa: RUF012
+        f"mixer.{name}" for name in (*TIME_PARAMETERS, *DELTA_TIME_PARAMETERS)
+    }
     _is_stateful = True
     _can_compile_fullgraph = True
     # Of attention layers.
@@ -134,7 +136,7 @@ class FracModel(FracPreTrainedModel):
         if mixer_type in ATTENTION:
             assert self.attention_config is not None
             return AttentionBlock(self.config, self.attention_config, layer_idx)
-        return FracBlock(self.config, layer_idx)
+        return FracBlock(self.config, layer_idx, mixer_type)
 
     def forward(
         self,

@@ -23,7 +23,7 @@ def make_model(dtype=torch.float64, model_class=FracForCausalLM, **changes):
             mixer = getattr(block, "mixer", None)
             if mixer is not None:
                 mixer.dt_bias.normal_()
-            if mixer is not None and mixer.D is not None:
+            if getattr(mixer, "D", None) is not None:
                 mixer.D.normal_()
     return model
 

@@ -28,6 +28,14 @@ KINDS = {
         "sliding_window": 7,
         "mlp_intermediate_size": 24,
     },
+    "delta": {"mixer_types": ["frac", "delta"], "delta_head_dim": 4, "mlp_intermediate_size": 24},
+    "delta net": {"mixer_types": ["delta"], "delta_num_heads": 3},
+    "all": {
+        "mixer_types": ["frac", "delta", "sliding_attention", "attention"],
+        "sliding_window": 7,
+        "attention_positions": "none",
+        "mlp_intermediate_size": 24,
+    },
     "transformer": {"mixer_types": ["attention"], "mlp_intermediate_size": 24},
     "mlp": {"mixer_types": ["frac"], "mlp_intermediate_size": 24},
 }

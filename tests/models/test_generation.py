@@ -65,7 +65,7 @@ def test_beam_search_is_that_without_a_cache(model, ids):
     options = {**OPTIONS, "num_beams": 4, "num_return_sequences": 2, "attention_mask": mask}
     got = model.generate(ids, **options)
     assert torch.equal(got, model.generate(ids, use_cache=False, **options))
-    assert not torch.equal(got[:1], greedy_by_hand(model, ids[:1], 12))
+    assert not torch.equal(got[::2], greedy_by_hand(model, ids, 12))
 
 
 @torch.no_grad()

@@ -55,7 +55,9 @@ class ChunkScan(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dy: Tensor, dfinal: Tensor
     ) -> tuple[Tensor | None, ...]:
-        inputs, kept = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        # Read once: a checkpoint computes again what is saved, and frees it as soon as it is read.
+        saved = ctx.saved_tensors
+        inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         if torch.is_grad_enabled():
             gradients = _differentiable(ctx.passes, inputs, ctx.layout, dy, dfinal)
         else:
