@@ -19,8 +19,8 @@ STEPS = 5
 SHARDED = ["--fsdp", "--fsdp_config", '{"state_dict_type": "SHARDED_STATE_DICT"}']
 
 # Every type of layer.
-MIXED = {"mixer_types": ["frac", "attention", "sliding_attention"], "sliding_window": 9}
-MIXED |= {"num_hidden_layers": 3, "mlp_intermediate_size": 24, "attention_positions": "none"}
+MIXED = {"mixer_types": ["frac", "delta", "attention", "sliding_attention"], "sliding_window": 9}
+MIXED |= {"num_hidden_layers": 4, "mlp_intermediate_size": 24, "attention_positions": "none"}
 
 
 def run(processes, path, *arguments):

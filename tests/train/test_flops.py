@@ -37,12 +37,17 @@ def test_attention_and_mlp(changes):
     assert training_flops(model.config, T, T) == 3 * forward_flops(model.config, T, T)
 
 
-def test_frac():
-    """All but the scan, whose kernels count for themselves (tests/kernels), and convolutions."""
-    model = make_model(torch.float32, mlp_intermediate_size=24)
+def test_frac_and_delta():
+    """All but the scans, whose kernels count for themselves (tests/kernels), and convolutions."""
+    frac = make_model(torch.float32, mlp_intermediate_size=24)
     inner, modes = 32, 8
     others = 3 * (2 * inner * 4 + inner * (2 * 32 + 6 * modes))
-    assert counted(model)[torch.ops.aten.mm] == forward_flops(model.config) - others
+    assert counted(frac)[torch.ops.aten.mm] == forward_flops(frac.config) - others
+    delta = make_model(torch.float32, mixer_types=["delta"], delta_num_heads=3)
+    heads, keys, channels = 3, 4, 8
+    rule = 64 * (6 * keys + 4 * channels) + 6 * keys * channels
+    others = 3 * heads * (2 * 4 * (2 * keys + channels) + rule)
+    assert counted(delta)[torch.ops.aten.mm] == forward_flops(delta.config) - others
 
 
 def test_contexts_of_layers():

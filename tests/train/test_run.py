@@ -13,6 +13,7 @@ from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
 from flash_frac.train.flops import training_flops
 from flash_frac.train.monitor import LOG_NAME, describe, read_lines
 from flash_frac.train.nonfinite import NotFiniteError
+from tests.commands import frac
 from tests.tiny import tiny_config
 from tests.train.runs import losses
 
@@ -154,6 +155,20 @@ def test_weight_decay_spares_what_carries_time():
     }
 
 
+def test_weight_decay_of_delta_layers():
+    from flash_frac.models import FracForCausalLM
+
+    changes = {"mixer_types": ["delta"], "mlp_intermediate_size": 8, "num_hidden_layers": 1}
+    model = FracForCausalLM(tiny_config(**changes))
+    spared = {name for name, _ in model.named_parameters()} - set(decayed_parameters(model))
+    block, mixer = "model.layers.0.", "model.layers.0.mixer."
+    assert spared == {
+        "model.norm.weight",
+        *(f"{block}{name}.weight" for name in ("norm", "mlp_norm")),
+        *(f"{mixer}{name}" for name in ("A_log", "dt_bias", "o_norm.weight")),
+    }
+
+
 def test_the_optimizer_has_these_groups(write_recipe):
     recipe = load_recipe(write_recipe(max_steps=1))
     seen = []
@@ -263,8 +278,8 @@ def test_too_little_text_for_a_batch(write_recipe):
         train(load_recipe(write_recipe(sequence_length=20_000)))
 
 
-MIXED = {"mixer_types": ["frac", "attention", "sliding_attention"], "sliding_window": 9}
-MIXED |= {"num_hidden_layers": 3, "mlp_intermediate_size": 24}
+MIXED = {"mixer_types": ["frac", "delta", "attention", "sliding_attention"], "sliding_window": 9}
+MIXED |= {"num_hidden_layers": 4, "mlp_intermediate_size": 24}
 
 
 def test_hybrid_models(write_recipe, tmp_path, capsys):
@@ -275,13 +290,40 @@ def test_hybrid_models(write_recipe, tmp_path, capsys):
     assert seen[-1][1] < seen[0][1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert model.config.mixer_types == MIXED["mixer_types"]
-    assert "layers: 1 frac, 1 attention, 1 sliding_attention\n" in capsys.readouterr().out
+    assert "layers: 1 frac, 1 delta, 1 attention, 1 sliding_attention\n" in capsys.readouterr().out
     names = decayed_parameters(model)
-    assert "model.layers.1.self_attn.q_proj.weight" in names
-    assert "model.layers.1.self_attn.q_norm.weight" not in names
+    assert "model.layers.2.self_attn.q_proj.weight" in names
+    assert "model.layers.2.self_attn.q_norm.weight" not in names
     stateful = load_recipe(recipe, ["--stateful", "true", "--output_dir", str(tmp_path / "other")])
     with pytest.raises(ValueError, match="stateful must be false for a model with full attention"):
         train(stateful)
+
+
+SHRUNK = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+SHRUNK |= {"mlp_intermediate_size": 24, "frac_num_modes": 4, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "layers"),
+    [
+        ("frac-mixed-30m", {}, "3 frac, 1 attention"),
+        ("frac-mixed-1.3b", {}, "3 frac, 1 attention"),
+        ("frac-delta-30m", {"delta_num_heads": 2, "delta_head_dim": 4}, "3 frac, 1 delta"),
+        ("frac-delta-1.3b", {"delta_num_heads": 2, "delta_head_dim": 4}, "3 frac, 1 delta"),
+    ],
+)
+def test_recipes_of_mixed_models(name, more, layers, text_folder, cache_folder, tmp_path):
+    """As they are installed, with a small model, text and batch."""
+    values = {"config_overrides": json.dumps({**SHRUNK, **more}), "output_dir": tmp_path / "run"}
+    values |= {"data_files": text_folder, "cache_dir": cache_folder, "tokenizer": "bytes"}
+    values |= {"sequence_length": 64, "max_steps": 3, "per_device_train_batch_size": 2}
+    values |= {"logging_steps": 1, "held_out": 0.1, "bf16": "false", "report_to": "none"}
+    values |= {"warmup_steps": 0, "gradient_accumulation_steps": 1, "optim": "adamw_torch"}
+    done = frac("train", name, "--use_cpu", *(f"--{key}={value}" for key, value in values.items()))
+    assert done.returncode == 0, done.stderr
+    assert f"layers: {layers}\n" in done.stdout
+    seen = losses(tmp_path / "run")
+    assert len(seen) == 3 and seen[-1][1] < seen[0][1]
 
 
 def test_mfu_counts_what_attention_sees(write_recipe, monkeypatch):
