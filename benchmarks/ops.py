@@ -1,11 +1,12 @@
 """Time forward and backward of the scans beside other formulations, and append the rows.
 
     python benchmarks/ops.py [--no-peers | --peers NAME ...] [--profile] [--time T] [--repeats R]
+    python benchmarks/ops.py --delta [--no-peers] [--profile]
 
 On a GPU: our backends at the shape of the 1.3B model and the peers that can be imported, in
-bfloat16; rows go to <gpu>.csv. On a CPU: the torch backend of the scan and of the delta
-rule, each beside a textbook form; rows go to cpu.csv. `flash_frac/bench/ops.py` says how each is
-checked and timed.
+bfloat16; rows go to <gpu>.csv. With --delta: the delta rule beside fla's, instead of the scan.
+On a CPU: the torch backend of the scan and of the delta rule, each beside a textbook form; rows go
+to cpu.csv. `flash_frac/bench/ops.py` says how each is checked and timed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flash_frac.bench.ops import (
-    GPU_SIZES,
-    ON_CPU,
-    measure_cpu,
-    measure_operations,
-    print_profile,
-)
+from flash_frac.bench.delta import DELTA
+from flash_frac.bench.ops import ON_CPU, SCAN, measure_cpu, measure_operations, print_profile
 from flash_frac.bench.peers import OP_PEERS
 from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import exit_if_ours_failed
@@ -33,21 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--time", type=int, default=4096, help="tokens, on a CPU")
     parser.add_argument("--repeats", type=int, default=15, help="on a CPU")
     parser.add_argument("--profile", action="store_true", help="times of the kernels, no rows")
+    parser.add_argument("--delta", action="store_true", help="time the delta rule, on a GPU")
     add_options(parser, peers=OP_PEERS)
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
-    if options.profile and not torch.cuda.is_available():
-        parser.error("--profile needs a GPU")
+    if (options.profile or options.delta) and not torch.cuda.is_available():
+        parser.error("--profile and --delta need a GPU")
+    subject = DELTA if options.delta else SCAN
     if options.profile:
-        for sizes in GPU_SIZES:
-            print_profile(sizes)
+        for sizes in subject.sizes:
+            print_profile(sizes, subject)
         return
     keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
     if torch.cuda.is_available():
-        peers = [] if options.no_peers else options.peers
-        for sizes in GPU_SIZES:
-            keep(measure_operations(sizes, failures, peers=peers))
+        peers = [] if options.no_peers else [x for x in options.peers if x in subject.peers]
+        for sizes in subject.sizes:
+            keep(measure_operations(sizes, failures, subject=subject, peers=peers))
     else:
         for operator in ON_CPU:
             keep(measure_cpu(operator, options.time, options.repeats))

@@ -9,7 +9,7 @@ Letters: B batch, T time, E width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -102,7 +102,33 @@ class Block(nn.Module):
         return x, state
 
 
-class LanguageModel(nn.Module):
+class CausalModel(nn.Module):
+    """What `loss` and `token_losses` need of a model: token embeddings, a head without a bias, and
+    the hidden states between them.
+
+    Attributes:
+        piece: tokens of a row that are read at once in evaluation, at most; None for any number.
+    """
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    piece: int | None = None
+
+    def encode(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
+        """Hidden states (B, T, E) after the last norm, and the states of all layers after them.
+
+        Args:
+            tokens: (B, T), of any integer dtype.
+            states: those of an earlier call, to continue its rows; None to begin.
+        """
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of the next token."""
+        return self.lm_head(self.encode(tokens)[0])
+
+
+class LanguageModel(CausalModel):
     """Logits (B, T, V) of the next token at each of the tokens (B, T).
 
     Weights of Linear layers and embeddings start at N(0, 0.02) and biases of Linear layers at 0, as
@@ -133,12 +159,6 @@ class LanguageModel(nn.Module):
     def encode(
         self, tokens: Tensor, states: Sequence[Any] | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """Hidden states (B, T, E) after the last norm, and the state of every layer after them.
-
-        Args:
-            tokens: (B, T), of any integer dtype.
-            states: those of an earlier call, to continue its rows; None to begin.
-        """
         hidden = self.embed_tokens(tokens.long())
         after, times = [], {}
         if self.training and self.design.dilation > 1:
@@ -147,9 +167,6 @@ class LanguageModel(nn.Module):
             hidden, state = layer(hidden, state, **times)
             after.append(state)
         return self.norm(hidden), after
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.encode(tokens)[0])
 
 
 def make_model(design: LanguageModelDesign, seed: int) -> LanguageModel:
@@ -174,23 +191,41 @@ def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     it.
 
     Args:
-        model: a `LanguageModel`.
+        model: a `CausalModel`.
         inputs, targets: (B, T), of any integer dtype; targets are those of the next token, -100
             where none is asked for.
     """
-    assert isinstance(model, LanguageModel)
-    chunk = max(1, _LOGITS_AT_ONCE // model.design.vocab_size)
+    assert isinstance(model, CausalModel)
+    chunk = max(1, _LOGITS_AT_ONCE // model.lm_head.out_features)
     hidden, _ = model.encode(inputs)
     return linear_cross_entropy(
         hidden, model.lm_head.weight, targets.long(), ignore_index=IGNORE, chunk_tokens=chunk
     )
 
 
-def token_losses(model: LanguageModel, tokens: Tensor, piece: int) -> Tensor:
+def read_pieces(model: CausalModel, tokens: Tensor, piece: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden states (B, t, E) of long rows (B, T), and the tokens (B, t) that follow each of them.
+
+    Rows are read in pieces, the states carried on, so that only a piece has activations in memory.
+    The last token of a row is not read.
+
+    Args:
+        model: in eval mode.
+        piece: tokens of a row that are read at once, at most; fewer if the model says so.
+    """
+    states, device = None, model.lm_head.weight.device
+    piece = min(piece, model.piece or piece)
+    for start in range(0, tokens.shape[1] - 1, piece):
+        part = tokens[:, start : start + piece + 1].to(device).long()
+        hidden, states = model.encode(part[:, :-1], states)
+        yield hidden, part[:, 1:]
+
+
+def token_losses(model: CausalModel, tokens: Tensor, piece: int) -> Tensor:
     """The loss of every token of long rows but the first, (B, T - 1), on the model's device.
 
-    Rows are read in pieces, the states carried on, so that only a piece has activations and logits
-    in memory. Products follow the caller's autocast but for the head's, which is in float32.
+    Rows are read in pieces, so that only a piece has activations and logits in memory. Products
+    follow the caller's autocast but for the head's, which is in float32.
 
     Args:
         model: its mode is as before when this returns.
@@ -209,13 +244,11 @@ def token_losses(model: LanguageModel, tokens: Tensor, piece: int) -> Tensor:
         raise ValueError(f"piece must be at least 1, got {piece}")
     weight = model.lm_head.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
-    states, losses = None, []
+    losses = []
     with evaluating(model):
-        for start in range(0, tokens.shape[1] - 1, piece):
-            part = tokens[:, start : start + piece + 1].to(weight.device).long()
-            hidden, states = model.encode(part[:, :-1], states)
+        for hidden, following in read_pieces(model, tokens, piece):
             with torch.autocast(weight.device.type, enabled=False):
                 logits = F.linear(hidden.to(wide), weight.to(wide))
-            flat = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+            flat = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
             losses.append(flat.view(logits.shape[:2]))
     return torch.cat(losses, 1)

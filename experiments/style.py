@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flash_frac.drawing import FOURTH, GREY, INK, OTHER, OURS, PALE, THIRD
 
+FIFTH = "#3f6fb0"
 NAMES = {
     "frac": "Frac",
     "frac_ours": "Frac (ours)",
+    "frac_delta": "Frac + delta",
     "mamba3": "Mamba3",
     "mamba2": "Mamba2",
     "gated_deltanet": "Gated DeltaNet",
@@ -20,6 +23,7 @@ NAMES = {
 COLOURS = {
     "frac": OURS,
     "frac_ours": INK,
+    "frac_delta": FIFTH,
     "mamba3": PALE,
     "mamba2": OTHER,
     "gated_deltanet": THIRD,
@@ -32,6 +36,17 @@ def cell(values: Sequence[float], digits: int) -> str:
     """Mean and standard deviation, if there is more than one value."""
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def mean_cell(values: Sequence[float], digits: int) -> str:
+    """Mean and its standard error, if there is more than one value."""
+    error = f" ± {standard_error(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{error}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of two or more values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def curve(axes: Any, values: Mapping[int, Sequence[float]], *, colour: str, label: str) -> None:

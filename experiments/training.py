@@ -16,10 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-# Steps taken before the graph is captured, which must find every buffer in its place.
+# Steps taken before a graph is captured, which must find every buffer in its place.
 _EAGER_STEPS = 3
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+# Changes the model before a step of this number, from 0; True if its step is another from then on.
+Schedule = Callable[[nn.Module, int], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,8 @@ class Training:
         inputs, targets: all rows, on the device; rows of whole numbers may be of any integer dtype.
         order: (steps, batch_size) rows of each step.
         optimisation: the rest.
+        schedule: called before every step; when it says that it changed the model, the graph is
+            recorded again.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Training:
         targets: Tensor,
         order: Tensor,
         optimisation: Optimisation,
+        schedule: Schedule | None = None,
     ) -> None:
         device, plan = inputs.device, optimisation
         self.model, self.loss, self.optimisation = model, loss, optimisation
@@ -134,6 +139,7 @@ class Training:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.schedule, self._record_at = schedule, _EAGER_STEPS
 
     def _step(self) -> None:
         rows = self.order.index_select(0, self.counter)[0]
@@ -162,7 +168,11 @@ class Training:
         """Take `num_steps` more; on a GPU they are queued, and `finish` waits for them."""
         in_stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         for _ in range(min(num_steps, self.optimisation.steps - self.taken)):
-            if self.stream is not None and self.taken == _EAGER_STEPS:
+            if self.schedule is not None and self.schedule(self.model, self.taken):
+                # Also gives the old graph's memory back.
+                self.finish()
+                self._record_at = self.taken + _EAGER_STEPS
+            if self.stream is not None and self.taken == self._record_at:
                 self.stream.synchronize()
                 self._capture()
             with in_stream:

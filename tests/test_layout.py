@@ -45,7 +45,7 @@ ROOMS["cli"] = set(ROOMS)
 OPERATORS = {
     "scan": set(),
     "control": {"scan"},
-    "delta": {"scan"},
+    "delta": {"scan", "control"},
     "conv": {"scan"},
     "norm": set(),
     "swiglu": set(),

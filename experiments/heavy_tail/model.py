@@ -4,7 +4,7 @@
 
 Only the query is asked, so the tokens before it are absorbed: the layer's state takes them in, and
 its outputs there, on which nothing depends, are not computed. That is the same function at a
-fraction of the cost, in training too.
+fraction of the cost, in training too. A mixed model has two layers, of which the last absorbs.
 Letters: B batch, T time, E width.
 """
 
@@ -25,8 +25,9 @@ from flash_frac.ops import ControlSettings
 class Design(NamedTuple):
     """A mixer of `experiments.baselines.make_mixer` and its size.
 
-    ffn: width of an MLP, or 0. dilation: in training, time passes up to so many times as fast, by a
-    factor drawn log-uniformly for each sequence (`FracConfig.frac_time_dilation`).
+    first: a layer before this one, of the same width. ffn: width of an MLP, or 0. dilation: in
+    training, time passes up to so many times as fast, by a factor drawn log-uniformly for each
+    sequence (`FracConfig.frac_time_dilation`).
     """
 
     mixer: str
@@ -36,6 +37,7 @@ class Design(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     ffn: int = 0
     dilation: float = 1.0
+    first: Design | None = None
 
 
 # Time in units of 2^20 tokens, so that all lags lie in the early regime of fractional relaxation,
@@ -70,6 +72,13 @@ DESIGNS = {
     "mamba2": Design("mamba2", 160, 8, 40),
     "mamba3": Design("mamba3", 160, 8, 40, {"state_size": 112}),
     "gated_deltanet": Design("gated_deltanet", 96, 8, 32),
+    "frac_delta": Design(
+        "gated_deltanet",
+        80,
+        8,
+        20,
+        first=Design("frac", 80, 8, 20, {"num_modes": 16, "tau_max": 2.0**17}),
+    ),
 }
 
 
@@ -80,6 +89,9 @@ class Probe(nn.Module):
         super().__init__()
         width = design.hidden_size
         self.embed = nn.Embedding(NUM_TOKENS, width)
+        self.first_norm = self.first = None
+        if design.first is not None:
+            self.first_norm, self.first = nn.LayerNorm(width), mixer_of(design.first, width)
         self.norm = nn.LayerNorm(width)
         self.mixer = mixer_of(design, width)
         self.ffn = None
@@ -102,12 +114,21 @@ class Probe(nn.Module):
             times, query_time = {"elapsed": elapsed[:, :-1]}, {"elapsed": elapsed[:, -1:]}
         else:
             times = query_time = {}
-        state = None
+        state = first_state = None
         for part in tokens[:, :-1].split(piece or tokens.shape[1], dim=1):
-            state = absorb(self.mixer, self.norm(self.embed(part.int())), state, **times)
-        query = self.embed(tokens[:, -1:].int())
+            hidden, first_state = self._enter(part, first_state)
+            state = absorb(self.mixer, self.norm(hidden), state, **times)
+        query, _ = self._enter(tokens[:, -1:], first_state)
         mixed, _ = self.mixer(self.norm(query), state=state, **query_time)
         hidden = (query + mixed)[:, 0]
         if self.ffn is not None:
             hidden = hidden + self.ffn(hidden)
         return self.head(self.final_norm(hidden))
+
+    def _enter(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Input (B, T, E) of the last layer, and the state of the one before it, if there is."""
+        hidden = self.embed(tokens.int())
+        if self.first is None or self.first_norm is None:
+            return hidden, None
+        mixed, state = self.first(self.first_norm(hidden), state=state)
+        return hidden + mixed, state

@@ -33,6 +33,7 @@ NAMES = {
     "frac_ours": MODEL_NAMES["frac_ours"],
     "frac_dilated": "Frac, dilation alone",
     "frac_early": "Frac, early regime alone",
+    "frac_delta": MODEL_NAMES["frac_delta"],
     **{name: shown for name, shown in MODEL_NAMES.items() if not name.startswith("frac")},
     "attention_nope": "attention, no positions",
     "sum": "plain sum",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.language_model import LanguageModel, token_losses
+from experiments.language_model import CausalModel, read_pieces, token_losses
 from experiments.long_documents.corpus import Corpus, batches, windows
 from experiments.long_documents.recall import draw_questions, plant, recall
 from flash_frac.models.evaluating import evaluating
@@ -21,7 +21,7 @@ QUESTION_SEED = 1_000_003
 
 
 def loss_of_windows(
-    model: LanguageModel, rows: Tensor, *, tokens_at_once: int = TOKENS_AT_ONCE
+    model: CausalModel, rows: Tensor, *, tokens_at_once: int = TOKENS_AT_ONCE
 ) -> float:
     """Mean loss in nats of all tokens of rows (N, T) but the first of each."""
     total = 0.0
@@ -32,17 +32,21 @@ def loss_of_windows(
     return total / (rows.shape[0] * (rows.shape[1] - 1))
 
 
-def last_logits(model: LanguageModel, tokens: Tensor, count: int) -> Tensor:
+def last_logits(model: CausalModel, tokens: Tensor, count: int) -> Tensor:
     """Logits (N, count, V) in float32 that predict the last `count` tokens of rows (N, T)."""
     weight = model.lm_head.weight
     with evaluating(model):
-        hidden, _ = model.encode(tokens[:, :-1].to(weight.device))
+        ends: list[Tensor] = []
+        for hidden, _ in read_pieces(model, tokens, tokens.shape[1]):
+            # A last piece may be shorter than `count`.
+            ends = [*ends[-1:], hidden[:, -count:]]
+        last = torch.cat(ends, 1)[:, -count:]
         with torch.autocast(weight.device.type, enabled=False):
-            return F.linear(hidden[:, -count:].float(), weight.float())
+            return F.linear(last.float(), weight.float())
 
 
 def perplexity_rows(
-    model: LanguageModel, corpus: Corpus, lengths: Sequence[int], *, max_tokens: int | None
+    model: CausalModel, corpus: Corpus, lengths: Sequence[int], *, max_tokens: int | None
 ) -> list[Mapping[str, object]]:
     """For each length of windows the loss of the same held-out tokens."""
     found = []
@@ -62,7 +66,7 @@ def perplexity_rows(
 
 
 def recall_rows(
-    model: LanguageModel, corpus: Corpus, distances: Sequence[int], *, num_questions: int
+    model: CausalModel, corpus: Corpus, distances: Sequence[int], *, num_questions: int
 ) -> list[Mapping[str, object]]:
     """For each distance the loss and the accuracy of a planted value, and of the control."""
     if not distances:

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.language_model import LanguageModel, make_model
+from experiments.language_model import CausalModel, LanguageModel, make_model
 from experiments.long_documents import study
 from experiments.long_documents.models import DESIGNS, fitted, save_frac
 from experiments.table import out_folder
@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         design = fitted(DESIGNS[name], protocol.corpus.vocab_size, smoke=options.smoke)
         return make_model(design, seed)
 
-    def keep(job: study.Job, model: LanguageModel) -> None:
-        if options.save is not None and job.model == "frac":
-            save_frac(model, options.save / f"frac-lr{job.lr:g}-seed{job.seed}")
+    def keep(facts: dict, model: CausalModel) -> None:
+        if options.save is not None and facts["model"] == "frac":
+            assert isinstance(model, LanguageModel)
+            save_frac(model, options.save / f"frac-lr{facts['lr']:g}-seed{facts['seed']}")
 
     table = study.results(out_folder(options, HERE))
     study.run(study.make_jobs(options, options.models), make, table, protocol, keep)

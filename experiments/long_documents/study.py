@@ -1,7 +1,7 @@
 """Train language models on one corpus, all alike, and keep what is measured of each.
 
-What `experiments/long_documents` and `experiments/ablation` share: the protocol, the options of the
-command line, and the rows of results.csv.
+What `experiments/long_documents`, `experiments/ablation` and `experiments/mixed_models` share: the
+protocol, the options of the command line, and the rows of results.csv.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.language_model import LanguageModel, loss
+from experiments.language_model import CausalModel, loss
 from experiments.long_documents.corpus import Corpus, read_corpus, toy_corpus, training_rows
 from experiments.long_documents.measure import perplexity_rows, recall_rows
 from experiments.long_documents.models import num_inner_parameters
 from experiments.table import Table, add_run_options, made_with
 from experiments.training import (
     Optimisation,
+    Schedule,
     Training,
     shuffled_order,
     train_side_by_side,
@@ -38,7 +39,7 @@ COLUMNS = (
 )
 # Steps whose losses are averaged in train_loss and in reports, and steps between reports.
 _LAST_STEPS = 50
-_REPORT_EVERY = 400
+_REPORT_EVERY = 100
 
 
 class Job(NamedTuple):
@@ -85,9 +86,11 @@ class Protocol:
 
 
 # The model of a name and a seed, on the CPU.
-Make = Callable[[str, int], LanguageModel]
-# What is done with a trained model before it is measured.
-Keep = Callable[[Job, LanguageModel], None]
+Make = Callable[[str, int], CausalModel]
+# What is done with a trained model before it is measured, given the columns that are known by then.
+Keep = Callable[[dict[str, object], CausalModel], None]
+# How a job's model changes while it is trained; None if it does not.
+Schedules = Callable[[Job], Schedule | None]
 
 
 def results(folder: Path) -> Table:
@@ -109,7 +112,11 @@ def optimisation(job: Job, protocol: Protocol) -> Optimisation:
 
 
 def train_rows(
-    jobs: Sequence[Job], make: Make, protocol: Protocol, keep: Keep | None = None
+    jobs: Sequence[Job],
+    make: Make,
+    protocol: Protocol,
+    keep: Keep | None = None,
+    schedules: Schedules = lambda job: None,
 ) -> Iterator[list[dict]]:
     """Train the jobs side by side, then yield the rows of each."""
     start = time.perf_counter()
@@ -125,15 +132,14 @@ def train_rows(
             targets,
             shuffled_order(len(inputs), job.steps, protocol.batch_size, job.seed),
             optimisation(job, protocol),
+            schedules(job),
         )
         for job in jobs
     ]
     train_side_by_side(trainings, after=report)
     train_s = (time.perf_counter() - start) / len(jobs)
     for job, training in zip(jobs, trainings, strict=True):
-        assert isinstance(training.model, LanguageModel)
-        if keep is not None:
-            keep(job, training.model)
+        assert isinstance(training.model, CausalModel)
         facts = {
             **job._asdict(),
             "batch_size": protocol.batch_size,
@@ -143,7 +149,14 @@ def train_rows(
             "train_s": round(train_s, 1),
             **protocol.made_with,
         }
-        yield [dict.fromkeys(COLUMNS) | facts | row for row in measure(training.model, protocol)]
+        if keep is not None:
+            keep(facts, training.model)
+        yield measured_rows(training.model, facts, protocol)
+
+
+def measured_rows(model: CausalModel, facts: dict[str, object], protocol: Protocol) -> list[dict]:
+    """The rows of a trained model; `facts` are their columns that are known without measuring."""
+    return [dict.fromkeys(COLUMNS) | facts | row for row in measure(model, protocol)]
 
 
 def report(training: Training) -> bool:
@@ -155,7 +168,7 @@ def report(training: Training) -> bool:
     return False
 
 
-def measure(model: LanguageModel, protocol: Protocol) -> list[dict]:
+def measure(model: CausalModel, protocol: Protocol) -> list[dict]:
     """All measurements of a model."""
     start = time.perf_counter()
     with torch.autocast(protocol.device.type, torch.bfloat16, protocol.bfloat16):
@@ -172,22 +185,33 @@ def measure(model: LanguageModel, protocol: Protocol) -> list[dict]:
 
 
 def run(
-    jobs: Sequence[Job], make: Make, table: Table, protocol: Protocol, keep: Keep | None = None
+    jobs: Sequence[Job],
+    make: Make,
+    table: Table,
+    protocol: Protocol,
+    keep: Keep | None = None,
+    schedules: Schedules = lambda job: None,
 ) -> None:
     """Everything that the table does not have yet; each model's rows come at once."""
-    jobs = [
-        job for job in jobs if any((*job, *kind) not in table for kind in protocol.measurements)
-    ]
+    jobs = [job for job in jobs if is_missing(job, table, protocol)]
     for start in range(0, len(jobs), protocol.at_once):
-        for rows in train_rows(jobs[start : start + protocol.at_once], make, protocol, keep):
-            table.append(rows)
-            values = [
-                f"{row['length']}:{row['perplexity'] or row['accuracy']}"
-                for row in rows
-            ]  # fmt: skip
-            first = rows[0]
-            print(*(first[name] for name in (*Job._fields, "train_s", "measure_s")), flush=True)
-            print("   ", *values, flush=True)
+        together = jobs[start : start + protocol.at_once]
+        for rows in train_rows(together, make, protocol, keep, schedules):
+            add_rows(table, rows)
+
+
+def is_missing(job: Job, table: Table, protocol: Protocol) -> bool:
+    """Whether a measurement of the job's model is not in the table."""
+    return any((*job, *kind) not in table for kind in protocol.measurements)
+
+
+def add_rows(table: Table, rows: Sequence[dict]) -> None:
+    """Keep the rows of a model, and print them."""
+    table.append(rows)
+    values = [f"{row['length']}:{row['perplexity'] or row['accuracy']}" for row in rows]
+    first = rows[0]
+    print(*(first[name] for name in (*Job._fields, "train_s", "measure_s")), flush=True)
+    print("   ", *values, flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser, *, steps: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,9 +77,21 @@ def ratios(values: Mapping[int, float], reference: Mapping[int, float]) -> list[
 
 
 def table(
-    found: Mapping[str, Runs], measurement: str, column: str, *, scale: float = 1, digits: int = 2
+    found: Mapping[str, Runs],
+    measurement: str,
+    column: str,
+    *,
+    scale: float = 1,
+    digits: int = 2,
+    names: Mapping[str, str] = NAMES,
+    show: Callable[[Sequence[float], int], str] = cell,
 ) -> list[str]:
-    """Rows of a Markdown table: models down, lengths or distances across."""
+    """Rows of a Markdown table: models down, lengths or distances across.
+
+    Args:
+        names: of the models; others keep the name that they have in the rows.
+        show: the text of a cell, from the values of all seeds and the number of digits.
+    """
     columns = {name: runs.values(measurement, column) for name, runs in found.items()}
     lengths = sorted({length for values in columns.values() for length in values})
     lines = [
@@ -88,11 +100,11 @@ def table(
     ]
     for name, values in columns.items():
         cells = [
-            cell([scale * v for v in values[n]], digits) if n in values else "" for n in lengths
+            show([scale * v for v in values[n]], digits) if n in values else "" for n in lengths
         ]
         runs = found[name]
         lines.append(
-            f"| {NAMES.get(name, name)} | {runs.num_seeds} | {runs.lr:g} | {' | '.join(cells)} |"
+            f"| {names.get(name, name)} | {runs.num_seeds} | {runs.lr:g} | {' | '.join(cells)} |"
         )
     return lines
 

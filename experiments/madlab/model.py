@@ -29,12 +29,16 @@ INIT_STD = 0.02
 
 
 class Design(NamedTuple):
-    """A mixer of `experiments.baselines.make_mixer`; its heads span `num_heads * head_dim`."""
+    """A mixer of `experiments.baselines.make_mixer`; its heads span `num_heads * head_dim`.
+
+    second: of the second block; the same mixer in both if None.
+    """
 
     mixer: str
     num_heads: int
     head_dim: int
     options: Mapping[str, Any] = MappingProxyType({})
+    second: Design | None = None
 
 
 def _frac(**settings: Any) -> Design:
@@ -42,6 +46,7 @@ def _frac(**settings: Any) -> Design:
     return Design("frac", 6, 32, published_frac(settings=settings))
 
 
+_DELTA = Design("gated_deltanet", 8, 16, {"expand_v": 1.5})
 # The paper gives width 128, four taps, expansion 1.5 (Mamba2: 2) and eight heads (Frac: six), and
 # matches parameters at about 0.5M. Sizes of state that it does not give are chosen for that.
 DESIGNS = {
@@ -50,7 +55,8 @@ DESIGNS = {
     "frac_ours": _frac(write_prior=False),
     "mamba2": Design("mamba2", 8, 32, {"state_size": 64}),
     "mamba3": Design("mamba3", 8, 24, {"state_size": 128}),
-    "gated_deltanet": Design("gated_deltanet", 8, 16, {"expand_v": 1.5}),
+    "gated_deltanet": _DELTA,
+    "frac_delta": _frac()._replace(second=_DELTA),
     "attention": Design("attention", 8, 24),
 }
 
@@ -80,7 +86,7 @@ class LanguageModel(nn.Module):
     def __init__(self, design: Design, vocab_size: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, WIDTH)
-        self.blocks = nn.ModuleList(Block(design) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(design), Block(design.second or design)])
         self.out_norm = RMSNorm(WIDTH, NORM_EPS)
         self.head = nn.Linear(WIDTH, vocab_size)
         nn.init.normal_(self.embed.weight, std=INIT_STD)

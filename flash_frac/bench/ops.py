@@ -173,18 +173,53 @@ def our_scan(inputs: ScanInputs, backend: str) -> Operation:
     return Operation(f"{OURS} {backend}", shape, scan, inputs, True)
 
 
-def check_operations(operations: Sequence[Operation], inputs: ScanInputs) -> dict[str, float]:
+class Subject(NamedTuple):
+    """An operator to measure.
+
+    Attributes:
+        name: goes before the pass in its rows, with a space after it; "" for the scan.
+        draw: draw(*sizes, dtype=, device=) gives inputs, which can be changed by `.to(dtype)`.
+        as_in_layer: inputs in float32 to those that a layer has, in bfloat16.
+        ours: ours(inputs, backend) gives the operation of one of our backends.
+        peers: makes an operation from inputs, by name.
+        sizes: of the inputs, on a GPU.
+    """
+
+    name: str
+    draw: Callable[..., Any]
+    as_in_layer: Callable[[Any], Any]
+    ours: Callable[[Any, str], Operation]
+    peers: Mapping[str, Callable[[Any], Operation]]
+    sizes: Sequence[Sequence[int]]
+
+
+SCAN = Subject(
+    "",
+    partial(random_inputs, rho_eps=1e-6),
+    lambda inputs: inputs._replace(u=inputs.u.bfloat16()),
+    our_scan,
+    OP_PEERS,
+    GPU_SIZES,
+)
+
+
+def check_operations(
+    operations: Sequence[Operation],
+    inputs: Any,
+    ours: Callable[[Any, str], Operation] = our_scan,
+) -> dict[str, float]:
     """Worst relative errors of y and its gradients against float64; ours at most twice torch's.
 
-    Of the operations only those that compute our scan; a peer's error is recorded, not judged.
+    Of the operations only those that compute what ours does; a peer's error is recorded, not
+    judged.
     """
-    exact = our_scan(inputs.to(torch.float64), "torch").backward()
+    exact = ours(inputs.to(torch.float64), "torch").backward()
 
     def errors(operation: Operation) -> Tensor:
         pairs = zip(operation.backward(), exact, strict=True)
         return torch.tensor([relative_error(value, reference) for value, reference in pairs])
 
-    limits = 2 * (errors(our_scan(inputs, "torch")) + 2**-9)
+    limits = 2 * (errors(ours(inputs, "torch")) + 2**-9)
     worst: dict[str, float] = {}
 
     def judge(operation: Operation) -> None:
@@ -203,24 +238,24 @@ def check_operations(operations: Sequence[Operation], inputs: ScanInputs) -> dic
 
 
 def measure_operations(
-    sizes: list[int],
+    sizes: Sequence[int],
     failures: list[str],
     *,
+    subject: Subject = SCAN,
     backends: Sequence[str] = ("triton", "torch"),
     peers: Iterable[str] = (),
     device: str = "cuda",
 ) -> list[dict]:
     """Rows of the backends and the peers, forward and forward+backward, at one shape."""
 
-    def operations(inputs: ScanInputs) -> list[Operation]:
-        ours = [our_scan(inputs, backend) for backend in backends]
-        return [*ours, *available(OP_PEERS, peers, inputs, failures)]
+    def operations(inputs: Any) -> list[Operation]:
+        ours = [subject.ours(inputs, backend) for backend in backends]
+        return [*ours, *available(subject.peers, peers, inputs, failures)]
 
     tiny = [1, min(sizes[1], 4096), min(sizes[2], 2), *sizes[3:]]
-    inputs = random_inputs(*tiny, dtype=torch.bfloat16, device=device, rho_eps=1e-6)
-    errors = check_operations(operations(inputs), inputs)
-    inputs = random_inputs(*sizes, device=device, rho_eps=1e-6)
-    timed = operations(inputs._replace(u=inputs.u.bfloat16()))
+    inputs = subject.draw(*tiny, dtype=torch.bfloat16, device=device)
+    errors = check_operations(operations(inputs), inputs, subject.ours)
+    timed = operations(subject.as_in_layer(subject.draw(*sizes, device=device)))
     rows = []
     for passed in ("forward", "forward+backward"):
         functions = {o.name: o.forward if passed == "forward" else o.backward for o in timed}
@@ -228,7 +263,7 @@ def measure_operations(
         rows += [
             make_row(
                 operation.name,
-                passed,
+                f"{subject.name}{passed}",
                 {"B": sizes[0], "T": sizes[1], **operation.shape},
                 torch.bfloat16,
                 times[operation.name],
@@ -242,12 +277,12 @@ def measure_operations(
     return rows
 
 
-def print_profile(sizes: list[int]) -> None:
+def print_profile(sizes: Sequence[int], subject: Subject = SCAN) -> None:
     """Mean time of every kernel of a forward and backward pass on a GPU, in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
-    inputs = random_inputs(*sizes, device="cuda", rho_eps=1e-6)
-    operation = our_scan(inputs._replace(u=inputs.u.bfloat16()), "triton")
+    inputs = subject.draw(*sizes, device="cuda")
+    operation = subject.ours(subject.as_in_layer(inputs), "triton")
     operation.backward()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -257,4 +292,4 @@ def print_profile(sizes: list[int]) -> None:
     for kernel in profiler.key_averages():
         if kernel.key.endswith("_kernel"):
             mean = kernel.device_time_total / kernel.count
-            print(f"{kernel.key:22} {mean:9.1f} us, {kernel.count // 10} times")
+            print(f"{kernel.key:26} {mean:9.1f} us, {kernel.count // 10} times")

@@ -98,9 +98,11 @@ class AttentionInputs:
             config=config,
             inputs_embeds=self.hidden_states,
             attention_mask=self.real,
-            # Packed sequences are told by positions that begin again, if there is no cache.
+            # Packed sequences are told by positions that begin again, if there is no cache. Without
+            # them there are no positions to look at, which would wait for the device, and while a
+            # graph is recorded would make a mask of all pairs instead.
             past_key_values=self.cache if self.cu_seqlens is None else None,
-            position_ids=self.position_ids,
+            position_ids=None if self.cu_seqlens is None else self.position_ids,
         )
 
     def _sliding_mask(self, config: Qwen3Config) -> Tensor | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flash_frac.bench import ops, peers
+from flash_frac.bench.delta import DELTA
 from flash_frac.bench.peers import Operation
 from flash_frac.bench.rows import read_rows
 from flash_frac.ops.testing import random_inputs
@@ -37,7 +38,7 @@ def test_a_missing_peer_does_not_end_the_run(monkeypatch, capsys):
     assert all(f"left out: {name}" in out for name in ("chunk_gla", "gated_delta_rule", "ssd"))
 
 
-def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
+def test_a_peer_that_refuses_its_backward_keeps_its_forward():
     class Refusing(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -51,8 +52,8 @@ def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
         shape = {"H": 2, "M": 4, "D": 8}
         return Operation("peer 1.0 refusing", shape, Refusing.apply, (inputs.u,))
 
-    monkeypatch.setattr(ops, "OP_PEERS", {"refusing": peer})
-    rows, failures = measured(peers=["refusing"])
+    subject = ops.SCAN._replace(peers={"refusing": peer})
+    rows, failures = measured(peers=["refusing"], subject=subject)
     assert [passed for name, passed in rows if name == "peer 1.0 refusing"] == ["forward"]
     assert len(rows) == 3 and "not with this compiler" in failures[0]
 
@@ -60,6 +61,19 @@ def test_a_peer_that_refuses_its_backward_keeps_its_forward(monkeypatch):
 def test_without_peers():
     rows, failures = measured()
     assert {name for name, _ in rows} == {"flash_frac torch"} and not failures
+
+
+def test_the_delta_rule(monkeypatch):
+    """Its rows differ from those of the scan by their pass, and fla may be missing."""
+    monkeypatch.setitem(sys.modules, "fla", None)
+    rows, failures = measured(subject=DELTA, peers=DELTA.peers)
+    assert list(rows) == [
+        ("flash_frac torch", "delta forward"),
+        ("flash_frac torch", "delta forward+backward"),
+    ]
+    assert all((row["H"], row["M"], row["D"]) == (2, 4, 8) for row in rows.values())
+    assert all(float(row["error"]) < 0.1 for row in rows.values())
+    assert len(failures) == 1 and "gated_delta_rule" in failures[0]
 
 
 @pytest.mark.parametrize("factor", [1.1, torch.nan])

@@ -69,6 +69,8 @@ def test_models_answer_as_their_layer_would(name):
     model = Probe(DESIGNS[name]).double().eval()
     tokens = torch.from_numpy(draw(0, 3, 100, Law()).tokens)
     hidden = model.embed(tokens.int())
+    if name == "frac_delta":
+        hidden = hidden + model.first(model.first_norm(hidden))[0]
     hidden = (hidden + model.mixer(model.norm(hidden))[0])[:, -1]
     hidden = hidden if model.ffn is None else hidden + model.ffn(hidden)
     expected = model.head(model.final_norm(hidden))
@@ -97,6 +99,7 @@ def test_sizes_are_those_of_the_paper():
     assert counts["gated_deltanet"] == 203_282
     assert counts["frac"] == counts["frac_ours"] == 190_436
     assert counts["mamba3"] == 201_394
+    assert counts["frac_delta"] == 191_612
 
 
 def test_the_kernel_itself_is_always_right():
@@ -127,7 +130,7 @@ def test_one_rate_is_chosen_at_the_shortest_length():
 
 
 def test_smoke_run_skips_what_it_has(tmp_path, capsys):
-    arguments = ["--smoke", "--out", str(tmp_path), "--models", "frac", "mamba2"]
+    arguments = ["--smoke", "--out", str(tmp_path), "--models", "frac", "frac_delta"]
     run.main(arguments)
     first = (tmp_path / "results.csv").read_text()
     assert capsys.readouterr().out.count("gamma=0.1 seed=0") == 2

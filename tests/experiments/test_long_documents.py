@@ -202,6 +202,15 @@ def test_measurements_are_those_of_the_logits(tiny):
     assert token_losses(tiny, rows, 1000).shape == (4, rows.shape[1] - 1)
 
 
+def test_a_model_may_read_in_pieces_of_its_own(tiny, monkeypatch):
+    rows = planted(64, num=4)
+    losses, logits = token_losses(tiny, rows, 1000), last_logits(tiny, rows, 5)
+    # The last piece has two tokens, fewer than are asked for.
+    monkeypatch.setattr(tiny, "piece", rows.shape[1] - 3)
+    torch.testing.assert_close(token_losses(tiny, rows, 1000), losses)
+    torch.testing.assert_close(last_logits(tiny, rows, 5), logits)
+
+
 @pytest.mark.parametrize("name", DESIGNS)
 def test_sizes_are_alike(name):
     with torch.device("meta"):

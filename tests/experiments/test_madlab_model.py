@@ -41,6 +41,11 @@ def test_all_models_are_of_one_size(name):
     assert num_parameters(make_model(name, RECALL, seed=0)) == pytest.approx(5e5, rel=0.1)
 
 
+def test_a_mixed_model_has_a_layer_of_each():
+    blocks = make_model("frac_delta", RECALL, seed=0).blocks
+    assert [type(block.mixer).__name__ for block in blocks] == ["Frac", "GatedDeltaNet"]
+
+
 def test_sizes_of_the_parts():
     model = make_model("frac", RECALL, seed=0)
     assert swiglu_size(128) == 352

@@ -24,14 +24,14 @@ def plan(**options):
     return Optimisation(**{"lr": 0.1, "steps": STEPS, "batch_size": BATCH} | options)
 
 
-def make(device="cpu", seed=0, **options):
+def make(device="cpu", seed=0, schedule=None, **options):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(ROWS, 3, generator=generator).to(device)
     targets = torch.randn(ROWS, 1, generator=generator).to(device)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
     order = shuffled_order(ROWS, STEPS, BATCH, seed)
-    return Training(model, loss_of, inputs, targets, order, plan(**options))
+    return Training(model, loss_of, inputs, targets, order, plan(**options), schedule)
 
 
 def loss_of(model, inputs, targets):
@@ -144,3 +144,28 @@ def test_errors_name_the_argument():
         plan(schedule="linear")
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         plan(steps=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_schedule_changes_the_model_between_steps(device):
+    """From step 7 on the model is another: on a GPU the recorded step has to be another too."""
+    seen = []
+
+    def schedule(model, step):
+        seen.append(step)
+        if step == 7:
+            model[1] = nn.ReLU()
+        return step == 7
+
+    training, other, plain = make(device, schedule=schedule), make(device), make(device)
+    train_side_by_side([training, plain], every=5)
+    assert seen == list(range(STEPS))
+    other.advance(7)
+    # Takes the graph away: the rest are eager steps.
+    other.finish()
+    other.model[1] = nn.ReLU()
+    other.advance(STEPS)
+    other.finish()
+    torch.testing.assert_close(training.losses, other.losses)
+    assert torch.equal(training.losses[:7], plain.losses[:7])
+    assert not torch.allclose(training.losses[7:], plain.losses[7:])

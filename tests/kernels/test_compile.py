@@ -1,13 +1,14 @@
 """What the launchers launch compiles for Ampere, Hopper and Blackwell, without a GPU.
 
 Launches are recorded from the operators themselves, on CPU tensors: signatures, alignments and
-constants are those of real calls. Sizes are those of the 1.3B model, but a scan has two heads of 64
+constants are those of real calls. Sizes are those of the 1.3B model, but scans have two heads of 64
 channels, because kernels for more take longer to compile.
 """
 
 import importlib
 import pkgutil
 import random
+import re
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from flash_frac.ops.decode.triton import (
     norm_linear_op,
     norm_swiglu_op,
 )
+from flash_frac.ops.delta import plan as delta_plan
+from flash_frac.ops.delta.step import delta_step_op, fused_delta_step_op
+from flash_frac.ops.delta.triton import delta_backward_op, delta_op
 from flash_frac.ops.norm.triton import (
     gated_norm_backward_op,
     gated_norm_op,
@@ -68,6 +72,26 @@ def scan(dtype, *, time=64, packed=False, modes=M, channels=64):
 def step(dtype):
     token = [empty(2, H, width, dtype=dtype) for width in (D, M, M)]
     step_op.kernel(*token, empty(2, H, M), empty(2, H, M, D))
+
+
+def delta(dtype, *, time=128, packed=False, keys=64, channels=64):
+    size = (1, time, 2)
+    q, k, v = (empty(*size, width, dtype=dtype) for width in (keys, keys, channels))
+    inputs = (q, k, v, empty(*size, dtype=dtype), empty(*size))
+    bounds = torch.tensor([0, 7, time]) if packed else None
+    initial = empty(2, 2, keys, channels) if packed else None
+    y, final = delta_op.kernel(*inputs, initial, bounds)
+    delta_backward_op.kernel(y, final if packed else None, *inputs, initial, bounds)
+
+
+def delta_decode(dtype, *, keys=96, channels=192):
+    token = [empty(2, H, width, dtype=dtype) for width in (keys, keys, channels)]
+    token += [empty(2, H, dtype=dtype), empty(2, H)]
+    state = empty(2, H, keys, channels)
+    delta_step_op.kernel(*token, state)
+    qkv, a = empty(2, H * (2 * keys + channels), dtype=dtype), empty(2, H, dtype=dtype)
+    gating = (empty(2, H * channels, dtype=dtype), empty(channels))
+    fused_delta_step_op.kernel(qkv, a, a, empty(H), empty(H), state, None, *gating, 1e-5)
 
 
 def control_inputs(dtype, settings, *size, modes=M):
@@ -138,7 +162,7 @@ def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
 # As in training and decoding with the published models; then what that leaves out: packed
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
-USUAL |= {"swiglu": swiglu, "decode": decode}
+USUAL |= {"swiglu": swiglu, "decode": decode, "delta": delta, "delta decode": delta_decode}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -148,6 +172,8 @@ OTHER = {
     "norms": lambda dtype: norms(dtype, size=64, skip=True),
     "swiglu": lambda dtype: swiglu(dtype, size=33, halves=True),
     "decode": lambda dtype: decode(dtype, REST, taps=1, modes=31, channels=5),
+    "delta": lambda dtype: delta(dtype, packed=True, keys=128, channels=256),
+    "delta decode": lambda dtype: delta_decode(dtype, keys=128, channels=256),
 }
 
 
@@ -185,6 +211,20 @@ def test_the_parameters_for_hopper_compile(monkeypatch):
     compile_all(launch for launch in launches if not launch.name.startswith("mix"))
 
 
+def test_the_delta_rule_for_hopper_compiles(monkeypatch):
+    """By wgmma; the left factors of the walks' products, the states, stay in registers."""
+    monkeypatch.setattr(delta_plan, "tuning_for", lambda dtype, device: delta_plan.HOPPER)
+    delta_plan.forget_plans()
+    launches = distinct(monkeypatch, lambda: delta(LOW, keys=96, channels=192))
+    delta_plan.forget_plans()
+    assert len(launches) == 6
+    compile_all(launches)
+    for launch in launches:
+        products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\},\s*(.)", launch.compile().asm["ptx"])
+        assert products, launch.name
+        assert "walk" not in launch.name or set(products) == {"{"}, launch.name
+
+
 def all_kernels():
     """Names of the kernels of `flash_frac.ops`."""
     found = set()
@@ -205,7 +245,7 @@ def test_every_kernel_is_compiled(monkeypatch, dtype):
 
 LENGTHS = [1, 32, 512, 16_384, *random.Random(0).sample(range(2, 16_384), 36)]
 SMALL = {"scan": {"channels": 16}, "controls": {}, "conv": {"channels": 64}, "norms": {"size": 64}}
-SMALL |= {"swiglu": {}}
+SMALL |= {"swiglu": {}, "delta": {"keys": 16, "channels": 16}}
 
 
 @pytest.mark.parametrize("case", SMALL)

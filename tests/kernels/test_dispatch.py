@@ -18,6 +18,8 @@ from flash_frac.ops import (
     ControlSettings,
     causal_conv,
     controls_from_logits,
+    delta_scan,
+    delta_step,
     frac_scan,
     frac_step,
     gated_norm,
@@ -31,6 +33,7 @@ from flash_frac.ops.decode.triton import (
     fused_norm_linear,
     fused_norm_swiglu,
 )
+from flash_frac.ops.delta.triton import fused_delta_step
 from flash_frac.ops.testing import random_inputs
 from tests.errors import with_gradients
 from tests.kernels.devices import DEVICE
@@ -79,6 +82,20 @@ def run_all():
         matrix = normal(5, H * D)
         fused_norm_linear(gate[:, 0], matrix)
         fused_norm_swiglu(gate[:, 0], matrix, matrix, weight, 1e-6)
+    run_delta(scan)
+
+
+def run_delta(scan):
+    """The delta rule with read and write of a scan for queries and keys."""
+    beta, log_decay = scan.read[..., 0].sigmoid(), scan.log_decay[..., 0].contiguous()
+    inputs = [scan.read, scan.write, scan.u, beta, log_decay]
+    state = torch.zeros(1, *scan.read.shape[2:], scan.u.shape[-1], device=DEVICE)
+    with_gradients(partial(delta_scan, backend="triton"), inputs)
+    token = [x[:, 0].contiguous() for x in inputs]
+    with_gradients(partial(delta_step, backend="triton"), [*token, state])
+    qkv, (a, b) = torch.cat([x.flatten(1) for x in token[:3]], -1), token[3:]
+    with torch.no_grad():
+        fused_delta_step(qkv, a, b, a[0], b[0], state)
 
 
 class Names(TorchDispatchMode):

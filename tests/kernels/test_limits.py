@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from flash_frac.ops import causal_conv, frac_scan, gated_norm, norm, swiglu
+from flash_frac.ops import causal_conv, delta_scan, frac_scan, gated_norm, norm, swiglu
 from flash_frac.ops.backends import _log_choice
 from flash_frac.ops.testing import random_inputs
 from tests.errors import assert_all_as_good, widen, with_gradients
@@ -40,11 +40,19 @@ def scan(dtype):
     return lambda backend: frac_scan(*inputs, backend=backend)
 
 
+def delta(keys, channels):
+    tokens = normal(1, 3, 1, keys), normal(1, 3, 1, keys), normal(1, 3, 1, channels)
+    controls = torch.zeros(1, 3, 1, device=DEVICE)
+    return lambda backend: delta_scan(*tokens, controls, controls, backend=backend)
+
+
 CASES = {
     "one tap": ("conv", conv(1), "takes 2 to 8 taps, got 1"),
     "nine taps": ("conv", conv(9), "takes 2 to 8 taps, got 9"),
     "a wide row": ("norm", wide_norm, "takes rows up to 8192, got 8193"),
     "a wide gate": ("gated_norm", wide_gated_norm, "takes rows up to 8192, got 8193"),
+    "many keys": ("delta", delta(129, 4), "channels of a head, got 129 and 4"),
+    "many values": ("delta", delta(4, 257), "channels of a head, got 4 and 257"),
     "float64": ("scan", scan(torch.float64), NARROWEST),
     "float64 in an MLP": ("swiglu", double_swiglu, NARROWEST),
 }

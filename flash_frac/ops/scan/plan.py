@@ -52,19 +52,22 @@ class ChunkList(NamedTuple):
     """How many chunks there are, and where: by arithmetic, or by a table for packed sequences.
 
     table: (num_chunks, 5) int64 of sequence, row, length, first, last; None without packing.
+    starts: (N,) int64, the first chunk of every packed sequence; size: tokens of a chunk.
     """
 
     num_chunks: int
     chunks_each: int
     num_tokens: int
     table: Tensor | None
+    starts: Tensor | None
+    size: int
 
     @property
     def layout(self) -> str:
         """The LAYOUT of `locate_chunk`."""
         if self.table is not None:
             return "packed"
-        return "ragged" if self.num_tokens % CHUNK else "whole"
+        return "ragged" if self.num_tokens % self.size else "whole"
 
     @property
     def arguments(self) -> tuple:
@@ -72,32 +75,34 @@ class ChunkList(NamedTuple):
         return self.table, self.num_tokens, self.chunks_each
 
 
-def count_chunks(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> int:
+def count_chunks(batch: int, num_tokens: int, cu_seqlens: Tensor | None, size: int = CHUNK) -> int:
     """How many chunks a call has at most; packed sequences may leave some empty."""
     if cu_seqlens is None:
-        return batch * ceil_div(num_tokens, CHUNK)
-    return num_tokens // CHUNK + cu_seqlens.shape[0] - 1
+        return batch * ceil_div(num_tokens, size)
+    return num_tokens // size + cu_seqlens.shape[0] - 1
 
 
-def chunk_list(batch: int, num_tokens: int, cu_seqlens: Tensor | None) -> ChunkList:
-    """The chunks of a call; nothing is read back from the device."""
-    num_chunks = count_chunks(batch, num_tokens, cu_seqlens)
+def chunk_list(
+    batch: int, num_tokens: int, cu_seqlens: Tensor | None, size: int = CHUNK
+) -> ChunkList:
+    """The chunks of a call, of `size` tokens; nothing is read back from the device."""
+    num_chunks = count_chunks(batch, num_tokens, cu_seqlens, size)
     if cu_seqlens is None:
-        return ChunkList(num_chunks, num_chunks // batch, num_tokens, None)
+        return ChunkList(num_chunks, num_chunks // batch, num_tokens, None, None, size)
     bounds = cu_seqlens.long()
     length = bounds.diff()
-    chunks = ((length + CHUNK - 1) // CHUNK).clamp_min(1)
+    chunks = ((length + size - 1) // size).clamp_min(1)
     after = chunks.cumsum(0)
     before = after - chunks
     chunk = torch.arange(num_chunks, device=bounds.device)
     sequence = torch.searchsorted(before, chunk, right=True) - 1
     index = chunk - before[sequence]
-    row = bounds[sequence] + index * CHUNK
-    tokens = (length[sequence] - index * CHUNK).clamp(0, CHUNK)
+    row = bounds[sequence] + index * size
+    tokens = (length[sequence] - index * size).clamp(0, size)
     # Chunks left over at the end carry no token and belong to the last sequence.
     last = chunk == torch.where(sequence == len(length) - 1, num_chunks, after[sequence]) - 1
     table = torch.stack([sequence, row, tokens, (index == 0).long(), last.long()], 1)
-    return ChunkList(num_chunks, 0, num_tokens, table)
+    return ChunkList(num_chunks, 0, num_tokens, table, before, size)
 
 
 class Launch(NamedTuple):

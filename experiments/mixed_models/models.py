@@ -1,0 +1,233 @@
+"""The models that are compared: configurations of one class, about 30M parameters each.
+
+Each is a `FracForCausalLM` of width 512. Ten layers unless said; an MLP in every block, whose width
+`mlp_size` chooses for the count of the recipe frac-30m. Heads of attention have 64 channels, of
+which there are 8, and delta layers have 6 heads of 64 x 128. Rotary positions have a theta of 1e4.
+
+    python -m experiments.mixed_models.models          the designs and their sizes, as a table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.language_model import CausalModel
+from experiments.long_documents.models import RECIPE, num_inner_parameters
+from experiments.training import Schedule
+from flash_frac.models import FracConfig, FracForCausalLM
+
+PARAMETERS = 29_877_280
+"""Of frac-30m, without embeddings, which all others come near to."""
+WIDTH_STEP = 16
+"""Widths of the MLP are multiples of it."""
+SLIDING_PIECE = 4096
+"""Tokens of a row that models with sliding windows read at once."""
+FIRST_WINDOW = 64
+"""Tokens that attention sees at the start of training, in designs whose window grows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """A configuration, and how it is trained.
+
+    Attributes:
+        label: name in tables.
+        layers: kind of each layer, as in `FracConfig.mixer_types`.
+        mlp: whether every block has one.
+        options: further fields of FracConfig.
+        grows: whether attention sees FIRST_WINDOW tokens at first, twice as many after each of the
+            equal parts of the first half of training, and all tokens in the second half.
+    """
+
+    label: str
+    layers: tuple[str, ...]
+    mlp: bool = True
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    grows: bool = False
+
+
+def _layers(most: str, others: str = "", at: Sequence[int] = (), num: int = 10) -> tuple[str, ...]:
+    """`num` layers of the kind `most`, except that those numbered in `at` are `others`."""
+    return tuple(others if n in at else most for n in range(num))
+
+
+def _nope(label: str, at: Sequence[int], *, grows: bool = False) -> Design:
+    """Frac with attention that knows no positions, at these layers."""
+    options = {"attention_positions": "none"}
+    label = f"Frac + {label}, no positions"
+    return Design(
+        label=label, layers=_layers("frac", "attention", at), options=options, grows=grows
+    )
+
+
+def _sliding(window: int) -> Design:
+    return Design(
+        label=f"Frac + 3 sliding windows of {window:,}",
+        layers=_layers("frac", "sliding_attention", (2, 5, 8)),
+        options={"sliding_window": window},
+    )
+
+
+MAIN = {
+    "frac_attention": Design(
+        label="Frac + 3 attention, RoPE", layers=_layers("frac", "attention", (2, 5, 8))
+    ),
+    "frac_attention_nope": _nope("3 attention", (2, 5, 8)),
+    "delta_attention": Design(
+        label="Gated DeltaNet + 3 attention, RoPE", layers=_layers("delta", "attention", (2, 5, 8))
+    ),
+    "frac_delta": Design(label="Frac + 3 delta", layers=_layers("frac", "delta", (1, 4, 7))),
+    "delta": Design(label="Gated DeltaNet", layers=_layers("delta")),
+}
+"""The five that the claims are about."""
+DESIGNS = MAIN | {
+    "frac": Design(label="Frac (paper)", layers=_layers("frac", num=16), mlp=False),
+    "frac_mlp": Design(label="Frac with MLP", layers=_layers("frac", num=9)),
+    "attention": Design(label="attention (Qwen3)", layers=_layers("attention", num=9)),
+    "frac_attention_2": Design(
+        label="Frac + 2 attention, RoPE", layers=_layers("frac", "attention", (4, 9))
+    ),
+    "frac_attention_nope_2": _nope("2 attention", (4, 9)),
+    "frac_attention_nope_1": _nope("1 attention", (5,)),
+    "frac_attention_nope_first": _nope("3 attention at 0, 1, 2", (0, 1, 2)),
+    "frac_attention_nope_last": _nope("3 attention at 7, 8, 9", (7, 8, 9)),
+    "frac_attention_nope_growing": _nope("3 attention of growing window", (2, 5, 8), grows=True),
+    "frac_sliding_512": _sliding(512),
+    "frac_sliding_2048": _sliding(2048),
+}
+
+
+class LibraryModel(CausalModel):
+    """A `FracForCausalLM`, trained and measured as the experiments' own models are.
+
+    Example:
+        >>> model = LibraryModel(FracForCausalLM(config))
+        >>> hidden, cache = model.eval().encode(tokens)
+        >>> more, cache = model.encode(next_tokens, cache)
+    """
+
+    def __init__(self, model: FracForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+        self.embed_tokens, self.lm_head = model.model.embed_tokens, model.lm_head
+        if "sliding_attention" in (model.config.mixer_types or ()):
+            # Its mask has a row for each token of a piece; other attention needs none.
+            self.piece = SLIDING_PIECE
+
+    def encode(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
+        """Hidden states after the last norm, and the cache after them; none in training."""
+        output = self.model.model(tokens.long(), past_key_values=states)
+        return output.last_hidden_state, output.past_key_values
+
+    def set_window(self, window: int | None) -> None:
+        """Let all attention layers see this many tokens, or all tokens if None."""
+        inner, kind = self.model.model, "attention" if window is None else "sliding_attention"
+        inner.mixer_types = inner.config.mixer_types = [
+            kind if name.endswith("attention") else name for name in inner.mixer_types
+        ]
+        inner.config.sliding_window = inner.attention_config.sliding_window = window
+
+
+def make_config(
+    design: Design, vocab_size: int = 32000, *, smoke: bool = False, mlp: int | None = None
+) -> FracConfig:
+    """The configuration of a design; with `smoke`, of a size for seconds on a CPU.
+
+    Args:
+        mlp: width of the MLP, if there is one; that of `mlp_size` if None.
+    """
+    sizes = {"delta_num_heads": 6, "delta_head_dim": 64}
+    layers = list(design.layers)
+    if smoke:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+        # One layer of each kind.
+        layers, mlp = list(dict.fromkeys(layers)), 32
+    fields = dict(design.options)
+    if fields.get("attention_positions") != "none":
+        fields["attention_rope_parameters"] = {"rope_theta": 1e4}
+    return FracConfig.from_pretrained(
+        RECIPE,
+        vocab_size=vocab_size,
+        num_hidden_layers=len(layers),
+        mixer_types=layers,
+        mlp_intermediate_size=(mlp or mlp_size(design)) if design.mlp else None,
+        **sizes,
+        **fields,
+    )
+
+
+def mlp_size(design: Design) -> int:
+    """The width of the MLP with which a design comes nearest to PARAMETERS."""
+    # Windows are no parameters.
+    kinds = (name.removeprefix("sliding_") for name in design.layers)
+    return _mlp_size(tuple(sorted(kinds)))
+
+
+@lru_cache
+def _mlp_size(layers: tuple[str, ...]) -> int:
+    design = Design(label="", layers=layers)
+    one, two = (count(make_config(design, mlp=n * WIDTH_STEP)) for n in (1, 2))
+    return WIDTH_STEP * (1 + round((PARAMETERS - one) / (two - one)))
+
+
+def count(config: FracConfig) -> int:
+    """Parameters of a configuration, without embeddings."""
+    with torch.device("meta"):
+        return num_inner_parameters(LibraryModel(FracForCausalLM(config)))
+
+
+def make_model(config: FracConfig, seed: int) -> LibraryModel:
+    """A model whose weights are drawn from the seed; the generators of the caller stay untouched.
+
+    Example: `make_model(make_config(DESIGNS["frac_delta"]), seed=0)`
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LibraryModel(FracForCausalLM(config))
+
+
+def growing_window(steps: int, length: int) -> Schedule:
+    """Windows of attention for a training of so many steps on rows of this length."""
+    windows: list[int | None] = []
+    while (window := FIRST_WINDOW << len(windows)) < length:
+        windows.append(window)
+    windows.append(None)
+    current: list[int | None] = []
+
+    def schedule(model: nn.Module, step: int) -> bool:
+        part = min(2 * (len(windows) - 1) * step // steps, len(windows) - 1)
+        if current == [windows[part]]:
+            return False
+        assert isinstance(model, LibraryModel)
+        current[:] = [windows[part]]
+        model.set_window(windows[part])
+        return True
+
+    return schedule
+
+
+def describe(names: Sequence[str] = tuple(DESIGNS)) -> list[str]:
+    """Rows of a Markdown table: the designs and their sizes."""
+    lines = [
+        "| `--models` | model | layers | MLP | parameters without embeddings |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names:
+        design = DESIGNS[name]
+        config = make_config(design)
+        width = config.mlp_intermediate_size or "none"
+        lines.append(
+            f"| `{name}` | {design.label} | {len(design.layers)} | {width} | {count(config):,} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    print(*describe(), sep="\n")

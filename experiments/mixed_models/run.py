@@ -1,0 +1,117 @@
+"""Perplexity and recall against length, of mixed models of 30M parameters trained at 4K.
+
+    python -m experiments.mixed_models.run --corpus data/rfc_tokens [--models frac_delta ...]
+    python -m experiments.mixed_models.run --corpus data/rfc_tokens --measure-only runs/CHECKPOINT
+
+Corpus, training and measurements are those of experiments/long_documents. A model's rows go to
+results.csv when it is done, and a model that is there is not trained again. --measure-only trains
+nothing: checkpoints of --save are measured with attention temperatures that they were not trained
+with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.language_model import CausalModel
+from experiments.long_documents import study
+from experiments.long_documents.run import LENGTHS, STEPS
+from experiments.mixed_models.models import (
+    DESIGNS,
+    LibraryModel,
+    growing_window,
+    make_config,
+    make_model,
+)
+from experiments.table import Table, out_folder
+from experiments.training import Schedule
+from flash_frac.models import FracForCausalLM
+
+HERE = Path(__file__).parent
+# To twice the distance of experiments/long_documents.
+DISTANCES = [2**n for n in range(8, 17)]
+SLOPES = (0.06, 0.12, 0.24)
+"""Of attention temperatures; without a slope of its own, a model trained at 4,096 has 0.12."""
+FACTS = "facts.json"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--models", nargs="+", choices=DESIGNS, default=list(DESIGNS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--distances", nargs="*", type=int, default=DISTANCES)
+    parser.add_argument("--questions", type=int, default=128, help="for each distance")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints")
+    parser.add_argument("--measure-only", nargs="+", type=Path, help="checkpoints of --save")
+    parser.add_argument("--slopes", nargs="*", type=float, default=SLOPES, help="none: as trained")
+    study.add_options(parser, steps=STEPS)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        study.shrink(options)
+        options.distances, options.questions = [64, 256], 4
+    return options
+
+
+def checkpoint(facts: dict) -> str:
+    """Name of the folder of a trained model."""
+    return f"{facts['model']}-lr{facts['lr']:g}-seed{facts['seed']}-steps{facts['steps']}"
+
+
+def train(options: argparse.Namespace, table: Table, protocol: study.Protocol) -> None:
+    """All models that the table does not have."""
+
+    def make(name: str, seed: int) -> CausalModel:
+        config = make_config(DESIGNS[name], protocol.corpus.vocab_size, smoke=options.smoke)
+        model = make_model(config, seed)
+        print(f"{name}: {len(config.mixer_types)} layers, MLP {config.mlp_intermediate_size}")
+        return model
+
+    def schedules(job: study.Job) -> Schedule | None:
+        grows = DESIGNS[job.model].grows
+        return growing_window(job.steps, protocol.train_length) if grows else None
+
+    def keep(facts: dict, model: CausalModel) -> None:
+        if options.save is not None:
+            assert isinstance(model, LibraryModel)
+            folder = options.save / checkpoint(facts)
+            model.model.save_pretrained(folder)
+            (folder / FACTS).write_text(json.dumps(facts) + "\n")
+
+    jobs = study.make_jobs(options, options.models)
+    study.run(jobs, make, table, protocol, keep, schedules)
+
+
+def measure_again(options: argparse.Namespace, table: Table, protocol: study.Protocol) -> None:
+    """Checkpoints with each of the slopes; their rows have the slope in the name of the model."""
+    for folder in options.measure_only:
+        facts = json.loads((folder / FACTS).read_text()) | protocol.made_with
+        names = {f"{facts['model']}_temperature_{slope:g}": slope for slope in options.slopes}
+        for name, slope in names.items() or ((facts["model"], None),):
+            job = study.Job(name, facts["lr"], facts["seed"], facts["steps"])
+            if not study.is_missing(job, table, protocol):
+                continue
+            fields = {}
+            if slope is not None:
+                fields["attention_temperature_length"] = protocol.train_length
+                fields["attention_temperature_slope"] = slope
+            model = LibraryModel(FracForCausalLM.from_pretrained(folder, **fields))
+            rows = study.measured_rows(model.to(protocol.device), facts | {"model": name}, protocol)
+            study.add_rows(table, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    protocol = study.make_protocol(options, options.distances, options.questions)
+    table = study.results(out_folder(options, HERE))
+    if options.measure_only:
+        measure_again(options, table, protocol)
+    else:
+        train(options, table, protocol)
+    print(f"{table.path}: {len(table.rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How a call of the delta rule's kernels is cut into programs, and with which launch parameters.
+
+The list of chunks is that of `ops/scan/plan.py`, with chunks of other sizes. Nothing is tuned at
+first use: `HOPPER`, `DEFAULT` and `FLOAT32` are all there is.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_frac.ops.arithmetic import block_size, ceil_div
+from flash_frac.ops.scan.plan import ChunkList, chunk_list, precision
+
+
+class Launch(NamedTuple):
+    """Launch parameters of a kernel; `channels` is its block of value channels."""
+
+    channels: int
+    warps: int
+    stages: int
+
+
+class DeltaTuning(NamedTuple):
+    """Launch parameters of the delta rule.
+
+    Attributes:
+        chunk: tokens of a chunk, a power of two from 16 on.
+        prepare, gradient: of the kernels that have a program for every chunk and head.
+        output, states, backward: of the walks that leave outputs, states, and gradients of states.
+    """
+
+    chunk: int
+    prepare: Launch
+    output: Launch
+    states: Launch
+    backward: Launch
+    gradient: Launch
+
+
+# Hopper with 16-bit inputs. A walk with 64 value channels and 4 warps multiplies by wgmma with its
+# state in registers.
+HOPPER = DeltaTuning(
+    chunk=64,
+    prepare=Launch(channels=64, warps=4, stages=2),
+    output=Launch(channels=64, warps=4, stages=3),
+    states=Launch(channels=64, warps=4, stages=3),
+    backward=Launch(channels=64, warps=4, stages=3),
+    gradient=Launch(channels=64, warps=8, stages=2),
+)
+# Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
+DEFAULT = DeltaTuning(
+    chunk=32,
+    prepare=Launch(channels=64, warps=4, stages=1),
+    output=Launch(channels=32, warps=4, stages=2),
+    states=Launch(channels=32, warps=4, stages=2),
+    backward=Launch(channels=32, warps=4, stages=2),
+    gradient=Launch(channels=32, warps=4, stages=1),
+)
+# float32 multiplies in full precision, without tensor cores.
+_FLOAT32_LAUNCH = Launch(channels=16, warps=8, stages=1)
+FLOAT32 = DeltaTuning(32, *[_FLOAT32_LAUNCH] * 5)
+
+
+@cache
+def tuning_for(dtype: torch.dtype, device: torch.device) -> DeltaTuning:
+    """The launch parameters for tensors of this dtype on this device."""
+    if dtype == torch.float32:
+        return FLOAT32
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        return HOPPER
+    return DEFAULT
+
+
+class Plan(NamedTuple):
+    """What follows from the sizes of a call: its launch parameters, and options of its kernels."""
+
+    tuning: DeltaTuning
+    prepare: dict[str, Any]
+    output: dict[str, Any]
+    states: dict[str, Any]
+    backward: dict[str, Any]
+    gradient: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _plan(keys: int, channels: int, layout: str, dtype: torch.dtype, device: torch.device) -> Plan:
+    """Cached, because Python takes as long over it as over a launch."""
+    tuning = tuning_for(dtype, device)
+
+    def options(launch: Launch) -> dict[str, Any]:
+        return {
+            "K": keys,
+            "BK": block_size(keys),
+            "BD": min(block_size(channels), launch.channels),
+            "C": tuning.chunk,
+            "LAYOUT": layout,
+            "PRECISION": precision(dtype),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+
+    return Plan(tuning, *map(options, tuning[1:]))
+
+
+def plan_for(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[ChunkList, Plan]:
+    """The chunks of a call, and its plan, for k (B, T, H, K) and v (B, T, H, D)."""
+    tuning = tuning_for(v.dtype, v.device)
+    chunks = chunk_list(v.shape[0], v.shape[1], cu_seqlens, tuning.chunk)
+    return chunks, _plan(k.shape[-1], v.shape[-1], chunks.layout, v.dtype, v.device)
+
+
+def walk_grid(num_sequences: int, v: Tensor, options: dict[str, Any]) -> tuple[int, int]:
+    """One program a sequence, block of value channels, and head."""
+    heads, channels = v.shape[2:]
+    return num_sequences * ceil_div(channels, options["BD"]), heads
+
+
+def forget_plans() -> None:
+    """Plan again, after other launch parameters were chosen."""
+    _plan.cache_clear()
