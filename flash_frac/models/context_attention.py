@@ -85,8 +85,8 @@ class ContextAttentionInputs(AttentionInputs):
 
     def _held(self, window: int | None) -> int:
         """How many of the P tokens before the slice are handed to a layer."""
-        # A cache takes them all, as those of whole rows do.
-        if window is None or self.cache is not None:
+        # A cache of packed rows takes them all, because documents are cut out of them.
+        if window is None or (self.cache is not None and self.cu_seqlens is not None):
             return self.offset
         return min(self.offset, window - 1)
 

@@ -250,6 +250,8 @@ class FracTrainer(Trainer):
             logs |= self._speed()
         super().log(logs, start_time)
         every = self.recipe.training.memory_law_steps
+        # Only Frac layers have one.
+        every = every if "frac" in self.frac_model().config.mixer_types else 0
         if "loss" in logs and every and self.state.global_step % every == 0:
             law = self._memory_law()
             # Past Trainer, whose state would keep it: hundreds of numbers in every checkpoint.

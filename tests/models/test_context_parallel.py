@@ -177,10 +177,10 @@ def layer_cases(groups):
     group = groups[4]
     for name, documents in DOCUMENTS.items():
         results[f"model: {name} 4"] = model_errors(group, documents)
-        results[f"delta: {name}"] = mixer_errors(group, documents, make=make_delta)
+        results[f"delta mixer: {name}"] = mixer_errors(group, documents, make=make_delta)
     for kind in KINDS:
         results[f"{kind}: several"] = model_errors(group, several, kind=kind)
-    mixed, empty = "full and sliding", DOCUMENTS["all kinds, and empty ones"]
+    mixed, empty = "all", DOCUMENTS["all kinds, and empty ones"]
     results |= {
         f"{mixed}: empty": model_errors(group, empty, kind=mixed, checkpointing=True),
         f"{mixed}: uneven": model_errors(group, None, kind=mixed, length=30),
@@ -209,7 +209,7 @@ def test_mixers_share_a_row(results, case, ranks):
 @pytest.mark.parametrize("case", DOCUMENTS)
 def test_delta_mixers_share_a_row(results, case):
     for result in results:
-        assert all(error < EXACT for error in result[f"delta: {case}"])
+        assert all(error < EXACT for error in result[f"delta mixer: {case}"])
 
 
 CHECKPOINTING = ["checkpointing, reentrant True", "checkpointing, reentrant False"]
@@ -230,7 +230,7 @@ def test_mixed_models_share_a_row(results, kind):
     """States of every mixer go on, and attention sees the tokens of all ranks before."""
     for result in results:
         found = {name: x for name, x in result.items() if name.startswith(f"{kind}: ")}
-        assert len(found) == (3 if kind == "full and sliding" else 1)
+        assert len(found) == (3 if kind == "all" else 1)
         assert all(error < EXACT for errors in found.values() for error in errors)
 
 
