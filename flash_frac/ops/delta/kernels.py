@@ -7,9 +7,10 @@ in[i] = exp(sum over p <= i), out[i] = exp(sum over p > i) and total = the sum o
     pairs    = gamma[i, j] q[i].k[j]            i >= j
     w        = T (beta in k)                                   u = T (beta v)
 
-`delta_prepare_kernel` makes T, pairs, w and u; the walks in `walk.py` go on with
+`delta_prepare_kernel` makes T, w and u; the walk in `walk.py` goes on with U and S, and
+`delta_output_kernel` ends with y:
 
-    U  = u - w S            y = in q S + pairs U               S' = exp(total) S + (out k)^T U
+    U  = u - w S            S' = exp(total) S + (out k)^T U    y = in q S + pairs U
 
 All exponents are sums of g between two tokens, <= 0, and never differences of larger sums, so that
 g may be -inf. `delta_gradient_kernel` makes the gradients from those of the states and of U: with
@@ -37,6 +38,8 @@ from flash_frac.ops.scan.plan import locate_chunk
 
 # Integers that differ from call to call: a kernel compiled for each value would be compiled often.
 VARIES = ("num_tokens", "chunks_each")
+# Blocks of 2^4 tokens of a triangular system are solved by substitution.
+LEVEL_SUBSTITUTED = tl.constexpr(4)
 
 
 class Inputs(NamedTuple):
@@ -52,12 +55,11 @@ class Inputs(NamedTuple):
 class Prepared(NamedTuple):
     """What needs no state: see the top of this file. In the dtype of v, or float32 (last three).
 
-    inverse, pairs (N, H, C, C); w (N, H, C, K); u (N, H, C, D); decay_in, decay_out (N, H, C);
+    inverse (N, H, C, C), w (N, H, C, K); u (N, H, C, D); decay_in, decay_out (N, H, C);
     total (N, H). inverse is None in the forward pass.
     """
 
     inverse: Tensor | None
-    pairs: Tensor
     w: Tensor
     u: Tensor
     decay_in: Tensor
@@ -68,13 +70,14 @@ class Prepared(NamedTuple):
 class Walked(NamedTuple):
     """What the walks leave, in the dtype of v: U and dU (N, H, C, D), S and dS' (N, H, D, K).
 
-    S is the state before a chunk, and dS' the gradient of the state after it.
+    S is the state before a chunk, and dS' the gradient of the state after it. `dcorrected` begins
+    with pairs^T dy; gradients are None in the forward pass.
     """
 
     corrected: Tensor
     states: Tensor
-    dcorrected: Tensor
-    dstates: Tensor
+    dcorrected: Tensor | None = None
+    dstates: Tensor | None = None
 
 
 @triton.jit
@@ -114,25 +117,25 @@ def _decay_between(b_decay, o_t, PRECISION: tl.constexpr):
 def _inverse(b_a, o_t, C: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + A)^-1 of A [C, C], zero on and above the diagonal.
 
-    Blocks of 16 by substitution; two blocks P and Q with X below P make one of twice their size,
+    Blocks of R by substitution; two blocks P and Q with X below P make one of twice their size,
     with -Q X P there.
     """
-    N: tl.constexpr = C // 16
-    o_b, o_r = tl.arange(0, N), tl.arange(0, 16)
+    R: tl.constexpr = 2**LEVEL_SUBSTITUTED
+    N: tl.constexpr = C // R
+    o_b, o_r = tl.arange(0, N), tl.arange(0, R)
     m_same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
-    # [N, 16, 16]
-    b_blocks = tl.sum(tl.where(m_same, tl.reshape(b_a, [N, 16, N, 16]), 0.0), 2)
+    # [N, R, R]
+    b_blocks = tl.sum(tl.where(m_same, tl.reshape(b_a, [N, R, N, R]), 0.0), 2)
     b_x = tl.where((o_r[:, None] == o_r[None, :])[None, :, :], 1.0, tl.zeros_like(b_blocks))
-    for j in range(15):
+    for j in range(R - 1):
         # Row j is done; every later row gives up its share of it.
         b_column = tl.sum(tl.where((o_r == j)[None, None, :], b_blocks, 0.0), 2)
         b_row = tl.sum(tl.where((o_r == j)[None, :, None], b_x, 0.0), 1)
         b_x -= b_column[:, :, None] * b_row[:, None, :]
     b_inverse = tl.reshape(tl.where(m_same, b_x[:, :, None, :], 0.0), [C, C])
-    if N >= 2:
-        b_inverse = _join(b_inverse, b_a, o_t, 4, PRECISION)
-    if N >= 4:
-        b_inverse = _join(b_inverse, b_a, o_t, 5, PRECISION)
+    for level in tl.static_range(LEVEL_SUBSTITUTED, LEVEL_SUBSTITUTED + 3):
+        if 2**level < C:
+            b_inverse = _join(b_inverse, b_a, o_t, level, PRECISION)
     return b_inverse
 
 
@@ -155,11 +158,14 @@ def _program(p_table, num_tokens, chunks_each, H, C: tl.constexpr, LAYOUT: tl.co
 
 @triton.jit(do_not_specialize=VARIES)
 def delta_prepare_kernel(
-    p_in, p_out, p_table, num_tokens, chunks_each, H, D,
+    p_in, p_out, p_dy, p_local, p_table, num_tokens, chunks_each, H, D,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A `Prepared` p_out from `Inputs` p_in, of one chunk and head."""
+    """A `Prepared` p_out from `Inputs` p_in, of one chunk and head.
+
+    In the backward pass also p_local (N, H, C, D), pairs^T dy, from p_dy (B, T, H, D).
+    """
     i_ch, i_token, o_t, m_t, length = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
     o_k, o_row = tl.arange(0, BK), i_token + o_t * H
     dtype = p_in.k.dtype.element_ty
@@ -168,7 +174,6 @@ def delta_prepare_kernel(
     b_next, _ = _load_decay(p_in.log_decay, o_row + H, o_t + 1 < length)
     b_beta = tl.load(p_in.beta + o_row, mask=m_t, other=0.0).to(tl.float32)
     o_key, m_key = o_t[:, None] * (H * K) + o_k[None, :], m_t[:, None] & (o_k < K)[None, :]
-    b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
     b_k = tl.load(p_in.k + i_token * K + o_key, mask=m_key, other=0.0)
     b_bad_tokens = (b_bad | is_bad(b_beta)).to(tl.int32)
     b_bad_tokens = tl.maximum(b_bad_tokens, tl.max(is_bad(b_k).to(tl.int32), 1))
@@ -179,13 +184,10 @@ def delta_prepare_kernel(
     # [C, C]
     b_gamma = _decay_between(b_decay, o_t, PRECISION)
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    o_pair = o_t[:, None] * C + o_t[None, :]
-    b_pairs = tl.where(o_t[:, None] >= o_t[None, :], b_gamma * b_qk, 0.0)
-    tl.store(p_out.pairs + i_ch * C * C + o_pair, b_pairs.to(dtype))
     b_a = tl.where(o_t[:, None] > o_t[None, :], b_beta[:, None] * b_gamma * b_kk, 0.0)
     b_inverse = _inverse(b_a, o_t, C, PRECISION).to(dtype)
     if p_out.inverse is not None:
+        o_pair = o_t[:, None] * C + o_t[None, :]
         tl.store(p_out.inverse + i_ch * C * C + o_pair, b_inverse)
 
     # [C, BK]
@@ -205,11 +207,61 @@ def delta_prepare_kernel(
         o_u = o_t[:, None] * D + o_d[None, :]
         tl.store(p_out.u + i_ch * C * D + o_u, b_u.to(dtype), mask=m_d)
 
+    if p_local is not None:
+        # [C, C] with the earlier token first, whose decays are sums along the other axis.
+        b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
+        b_steps = tl.where(o_t[None, :] > o_t[:, None], b_decay[None, :], 0.0)
+        b_turned = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+        b_turned *= power(tl.cumsum(b_steps, 1), PRECISION)
+        b_turned = tl.where(o_t[None, :] >= o_t[:, None], b_turned, 0.0).to(dtype)
+        for start in range(0, D, BD):
+            o_d = start + tl.arange(0, BD)
+            m_d = (o_d < D)[None, :]
+            o_value = o_t[:, None] * (H * D) + o_d[None, :]
+            b_dy = tl.load(p_dy + i_token * D + o_value, mask=m_t[:, None] & m_d, other=0.0)
+            b_local = tl.dot(b_turned, finite(b_dy), input_precision=PRECISION)
+            o_u = o_t[:, None] * D + o_d[None, :]
+            tl.store(p_local + i_ch * C * D + o_u, b_local.to(dtype), mask=m_d)
+
     b_spoilt = tl.cumsum(b_bad_tokens, 0) > 0
     tl.store(p_out.decay_in + i_ch * C + o_t, tl.where(b_spoilt, float("nan"), b_in))
     tl.store(p_out.decay_out + i_ch * C + o_t, b_out)
     total = tl.where(tl.sum(b_bad_tokens, 0) > 0, float("nan"), tl.sum(b_decay, 0))
     tl.store(p_out.total + i_ch, total)
+
+
+@triton.jit(do_not_specialize=VARIES)
+def delta_output_kernel(
+    p_in, p_prepared, p_walked, p_y, p_table, num_tokens, chunks_each, H, D,
+    K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs p_y (B, T, H, D) of one chunk and head."""
+    i_ch, i_token, o_t, m_t, _ = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
+    o_k, o_row = tl.arange(0, BK), i_token + o_t * H
+    dtype = p_in.k.dtype.element_ty
+    # [C, BK]
+    o_key, m_key = o_t[:, None] * (H * K) + o_k[None, :], m_t[:, None] & (o_k < K)[None, :]
+    b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
+    b_k = finite(tl.load(p_in.k + i_token * K + o_key, mask=m_key, other=0.0))
+    b_decay, _ = _load_decay(p_in.log_decay, o_row, m_t)
+    b_in = tl.load(p_prepared.decay_in + i_ch * C + o_t)
+    # [C, C]
+    b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_pairs *= _decay_between(b_decay, o_t, PRECISION)
+    b_pairs = tl.where(o_t[:, None] >= o_t[None, :], b_pairs, 0.0).to(dtype)
+    for start in range(0, D, BD):
+        # [BD, BK], [C, BD] twice
+        o_d = start + tl.arange(0, BD)
+        m_d = o_d < D
+        o_state, m_state = o_d[:, None] * K + o_k[None, :], m_d[:, None] & (o_k < K)[None, :]
+        b_state = tl.load(p_walked.states + i_ch * D * K + o_state, mask=m_state, other=0.0)
+        p_u, o_u = p_walked.corrected + i_ch * C * D, o_t[:, None] * D + o_d[None, :]
+        b_u = tl.load(p_u + o_u, mask=m_d[None, :], other=0.0)
+        b_y = tl.dot(b_q, tl.trans(b_state), input_precision=PRECISION) * b_in[:, None]
+        b_y = tl.dot(b_pairs, b_u, b_y, input_precision=PRECISION)
+        o_value, m_value = o_t[:, None] * (H * D) + o_d[None, :], m_t[:, None] & m_d[None, :]
+        tl.store(p_y + i_token * D + o_value, b_y.to(p_y.dtype.element_ty), mask=m_value)
 
 
 @triton.jit
@@ -265,7 +317,8 @@ def _channel_sums(
 
 @triton.jit(do_not_specialize=VARIES)
 def delta_gradient_kernel(
-    p_in, p_prepared, p_walked, p_dy, p_gradients, p_table, num_tokens, chunks_each, H, D,
+    p_in, p_prepared, p_walked, p_dy, p_gradients, p_scratch,
+    p_table, num_tokens, chunks_each, H, D,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +326,8 @@ def delta_gradient_kernel(
 
     That of log_decay at s is the sum over all paths from a token before s, or the state, to a token
     at or after s, or the next state, of what each adds to the loss. p_in and p_gradients are
-    `Inputs`; p_prepared is `Prepared`, p_walked `Walked`; p_dy (B, T, H, D).
+    `Inputs`; p_prepared is `Prepared`, p_walked `Walked`; p_dy (B, T, H, D); p_scratch (N, H, C, C)
+    is memory to turn a matrix in.
     """
     i_ch, i_token, o_t, m_t, _ = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
     o_k, o_row = tl.arange(0, BK), i_token + o_t * H
@@ -316,7 +370,7 @@ def delta_gradient_kernel(
     b_dk = tl.dot(b_low_a, b_k, b_dk, input_precision=PRECISION)
     # Both turned, by way of memory that holds nothing else any more: Triton 3.4 to 3.7.0 multiply
     # wrongly by a sum of products that is turned in registers, on Hopper.
-    p_pairs, p_a = p_prepared.pairs + i_ch * C * C, p_prepared.inverse + i_ch * C * C
+    p_pairs, p_a = p_scratch + i_ch * C * C, p_prepared.inverse + i_ch * C * C
     tl.debug_barrier()
     tl.store(p_pairs + o_t[:, None] * C + o_t[None, :], b_low_pairs)
     tl.store(p_a + o_t[:, None] * C + o_t[None, :], b_low_a)

@@ -29,11 +29,13 @@ class DeltaTuning(NamedTuple):
 
     Attributes:
         chunk: tokens of a chunk, a power of two from 16 on.
-        prepare, gradient: of the kernels that have a program for every chunk and head.
-        output, states, backward: of the walks that leave outputs, states, and gradients of states.
+        narrowest: key and value channels of a block are at least as many.
+        prepare, output, gradient: of the kernels that have a program for every chunk and head.
+        states, backward: of the walks forward and backward in time.
     """
 
     chunk: int
+    narrowest: int
     prepare: Launch
     output: Launch
     states: Launch
@@ -42,9 +44,10 @@ class DeltaTuning(NamedTuple):
 
 
 # Hopper with 16-bit inputs. A walk with 64 value channels and 4 warps multiplies by wgmma with its
-# state in registers.
+# state in registers. Triton 3.6 reads past the shared memory of a product with 16 columns there.
 HOPPER = DeltaTuning(
     chunk=64,
+    narrowest=64,
     prepare=Launch(channels=64, warps=4, stages=2),
     output=Launch(channels=64, warps=4, stages=3),
     states=Launch(channels=64, warps=4, stages=3),
@@ -54,6 +57,7 @@ HOPPER = DeltaTuning(
 # Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
 DEFAULT = DeltaTuning(
     chunk=32,
+    narrowest=16,
     prepare=Launch(channels=64, warps=4, stages=1),
     output=Launch(channels=32, warps=4, stages=2),
     states=Launch(channels=32, warps=4, stages=2),
@@ -62,7 +66,7 @@ DEFAULT = DeltaTuning(
 )
 # float32 multiplies in full precision, without tensor cores.
 _FLOAT32_LAUNCH = Launch(channels=16, warps=8, stages=1)
-FLOAT32 = DeltaTuning(32, *[_FLOAT32_LAUNCH] * 5)
+FLOAT32 = DeltaTuning(32, 16, *[_FLOAT32_LAUNCH] * 5)
 
 
 @cache
@@ -94,8 +98,8 @@ def _plan(keys: int, channels: int, layout: str, dtype: torch.dtype, device: tor
     def options(launch: Launch) -> dict[str, Any]:
         return {
             "K": keys,
-            "BK": block_size(keys),
-            "BD": min(block_size(channels), launch.channels),
+            "BK": max(block_size(keys), tuning.narrowest),
+            "BD": min(max(block_size(channels), tuning.narrowest), launch.channels),
             "C": tuning.chunk,
             "LAYOUT": layout,
             "PRECISION": precision(dtype),
@@ -103,7 +107,7 @@ def _plan(keys: int, channels: int, layout: str, dtype: torch.dtype, device: tor
             "num_stages": launch.stages,
         }
 
-    return Plan(tuning, *map(options, tuning[1:]))
+    return Plan(tuning, *map(options, tuning[2:]))
 
 
 def plan_for(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[ChunkList, Plan]:

@@ -1,8 +1,9 @@
 """The Triton backend of `delta_scan`: operators of torch.library and the launches behind them.
 
-Forward: what needs no state, chunk by chunk, then a walk along the chunks. Backward: the same again
-with the states kept, a walk backward in time, then the gradients chunk by chunk. Nothing but the
-inputs is kept between the two. Kernels are in `kernels.py` and `walk.py`; `step.py` has one token.
+Forward: what needs no state, chunk by chunk, then states by a walk along the chunks, then outputs
+chunk by chunk. Backward: the first two again, a walk backward in time, then the gradients chunk by
+chunk. Nothing but the inputs is kept between the two. Kernels are in `kernels.py` and `walk.py`;
+`step.py` has one token.
 Letters: B batch, T time, H heads, K key channels, D value channels, Q sequences.
 """
 
@@ -19,6 +20,7 @@ from flash_frac.ops.delta.kernels import (
     Prepared,
     Walked,
     delta_gradient_kernel,
+    delta_output_kernel,
     delta_prepare_kernel,
 )
 from flash_frac.ops.delta.plan import Plan, plan_for, walk_grid
@@ -62,13 +64,15 @@ def delta_op(
     inputs = Inputs(q, k, v, beta, log_decay)
     chunks, plan = plan_for(k, v, cu_seqlens)
     y, final = torch.empty_like(v), v.new_empty(_state_shape(k, v, cu_seqlens), dtype=torch.float32)
+    walked, walk = Walked(*_empty_walk(k, v, chunks)), _walk_arguments(v, chunks, cu_seqlens)
     with torch.cuda.device_of(v):
-        prepared = _prepare(inputs, chunks, plan, keep_inverse=False)
-        delta_walk_kernel[walk_grid(final.shape[0], v, plan.output)](
-            inputs, prepared, initial, y, final, None, None,
-            *_walk_arguments(v, chunks, cu_seqlens),
-            **plan.output,
-        )  # fmt: skip
+        prepared = _prepare(inputs, chunks, plan)
+        delta_walk_kernel[walk_grid(final.shape[0], v, plan.states)](
+            inputs, prepared, walked, initial, final, *walk, **plan.states
+        )
+        delta_output_kernel[chunks.num_chunks, v.shape[2]](
+            inputs, prepared, walked, y, *chunks.arguments, *v.shape[2:], **plan.output
+        )
     return y, final
 
 
@@ -97,20 +101,19 @@ def delta_backward_op(
     chunks, plan = plan_for(k, v, cu_seqlens)
     gradients = Inputs(*(torch.empty_like(x) for x in inputs))
     dinitial = v.new_empty(_state_shape(k, v, cu_seqlens), dtype=torch.float32)
-    chunk_heads = (chunks.num_chunks, v.shape[2])
-    corrected, dcorrected = (v.new_empty(*chunk_heads, chunks.size, v.shape[3]) for _ in range(2))
-    states, dstates = (v.new_empty(*chunk_heads, v.shape[3], k.shape[3]) for _ in range(2))
+    walked = Walked(*_empty_walk(k, v, chunks), *_empty_walk(k, v, chunks))
     walk = _walk_arguments(v, chunks, cu_seqlens)
     with torch.cuda.device_of(v):
-        prepared = _prepare(inputs, chunks, plan, keep_inverse=True)
+        prepared = _prepare(inputs, chunks, plan, dy, walked.dcorrected)
         delta_walk_kernel[walk_grid(dinitial.shape[0], v, plan.states)](
-            inputs, prepared, initial, None, None, corrected, states, *walk, **plan.states
+            inputs, prepared, walked, initial, None, *walk, **plan.states
         )
         delta_walk_backward_kernel[walk_grid(dinitial.shape[0], v, plan.backward)](
-            inputs, prepared, dy, dfinal, dinitial, dcorrected, dstates, *walk, **plan.backward
+            inputs, prepared, walked, dy, dfinal, dinitial, *walk, **plan.backward
         )
-        delta_gradient_kernel[chunk_heads](
-            inputs, prepared, Walked(corrected, states, dcorrected, dstates), dy, gradients,
+        scratch = torch.empty_like(prepared.inverse)
+        delta_gradient_kernel[chunks.num_chunks, v.shape[2]](
+            inputs, prepared, walked, dy, gradients, scratch,
             *chunks.arguments, *v.shape[2:],
             **plan.gradient,
         )  # fmt: skip
@@ -161,9 +164,9 @@ def _(q_shape, k_shape, v_shape, *rest, **options):
 
 @delta_backward_op.register_flops
 def _(dy_shape, dfinal_shape, q_shape, k_shape, v_shape, *rest, **options):
-    # The first three, two and two again; k k^T, q k^T, and four for dq and dk; pairs^T dy, X twice,
-    # and dy U^T and X U^T twice each; three of the walk backward, and dy S^T, U dS^T and X S^T.
-    return _count_flops(q_shape, v_shape, 9, 8, 8)
+    # k k^T and q k^T twice, w, and four for dq and dk; u, pairs^T dy, X, dy U^T and X U^T; two of
+    # the walk, three of the walk backward, and dy S^T, U dS^T and X S^T.
+    return _count_flops(q_shape, v_shape, 9, 5, 8)
 
 
 def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
@@ -172,14 +175,19 @@ def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return num, v.shape[2], k.shape[3], v.shape[3]
 
 
-def _prepare(inputs: Inputs, chunks: ChunkList, plan: Plan, *, keep_inverse: bool) -> Prepared:
-    """What needs no state."""
+def _prepare(
+    inputs: Inputs,
+    chunks: ChunkList,
+    plan: Plan,
+    dy: Tensor | None = None,
+    local: Tensor | None = None,
+) -> Prepared:
+    """What needs no state; in the backward pass, with dy, also T, and pairs^T dy in `local`."""
     k, v = inputs.k, inputs.v
     heads, keys = k.shape[2:]
     shape = (chunks.num_chunks, heads, chunks.size)
     prepared = Prepared(
-        inverse=v.new_empty(*shape, chunks.size) if keep_inverse else None,
-        pairs=v.new_empty(*shape, chunks.size),
+        inverse=None if dy is None else v.new_empty(*shape, chunks.size),
         w=v.new_empty(*shape, keys),
         u=v.new_empty(*shape, v.shape[3]),
         decay_in=v.new_empty(shape, dtype=torch.float32),
@@ -187,9 +195,16 @@ def _prepare(inputs: Inputs, chunks: ChunkList, plan: Plan, *, keep_inverse: boo
         total=v.new_empty(shape[:2], dtype=torch.float32),
     )
     delta_prepare_kernel[shape[:2]](
-        inputs, prepared, *chunks.arguments, *v.shape[2:], **plan.prepare
+        inputs, prepared, dy, local, *chunks.arguments, *v.shape[2:], **plan.prepare
     )
     return prepared
+
+
+def _empty_walk(k: Tensor, v: Tensor, chunks: ChunkList) -> tuple[Tensor, Tensor]:
+    """Memory for U (N, H, C, D) and S (N, H, D, K), or for their gradients."""
+    chunk_heads, channels = (chunks.num_chunks, v.shape[2]), v.shape[3]
+    states = v.new_empty(*chunk_heads, channels, k.shape[3])
+    return v.new_empty(*chunk_heads, chunks.size, channels), states
 
 
 def _walk_arguments(v: Tensor, chunks: ChunkList, cu_seqlens: Tensor | None) -> tuple:

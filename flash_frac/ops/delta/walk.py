@@ -1,13 +1,12 @@
 """Kernels of the delta rule that walk along the chunks of a sequence with a state in registers.
 
-    delta_walk_kernel            U = u - w S,  y = in q S + pairs U,
-                                 S <- exp(total) S + (out k)^T U
+    delta_walk_kernel            U = u - w S,  S <- exp(total) S + (out k)^T U
     delta_walk_backward_kernel   dU = pairs^T dy + out k dS,
                                  dS <- exp(total) dS + (in q)^T dy - w^T dU, backward in time
 
 A program owns one sequence, head and block of value channels. The state is turned, [BD, BK]: it is
-the left factor of its products, and stays in registers from one to the next. w, u, pairs, in, out
-and total are those of `kernels.py`.
+the left factor of its products, and stays in registers from one to the next. w, u, pairs^T dy, in,
+out and total are those of `kernels.py`.
 
 Letters: Q sequences, N chunks of C tokens, H heads, K key channels in a block BK, D value channels
 in blocks BD. i_ch numbers chunk and head together.
@@ -75,16 +74,16 @@ def _end_sum(b_state, total, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARIES)
 def delta_walk_kernel(
-    p_in, p_prepared, p_initial, p_y, p_final, p_corrected, p_states,
+    p_in, p_prepared, p_walked, p_initial, p_final,
     p_bounds, p_starts, num_tokens, chunks_each, H, D,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and the final state; or U and the states before chunks, where p_y is None.
+    """U and the states before chunks of `Walked` p_walked, and the final state.
 
-    p_in `Inputs`; p_prepared `Prepared`; p_y (B, T, H, D); p_initial (or None), p_final
-    (Q, H, K, D); p_corrected and p_states as in `Walked`; p_bounds (Q + 1,), p_starts (Q,) of
-    packed sequences.
+    p_in `Inputs`; p_prepared `Prepared`; p_initial, p_final (Q, H, K, D) or None; p_bounds
+    (Q + 1,), p_starts (Q,) of packed sequences. Outputs are left to a kernel that need not wait for
+    the chunk before: here every product prolongs the walk.
     """
     i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
     first, count, row, length = _sequence(
@@ -110,44 +109,31 @@ def delta_walk_kernel(
         b_out = tl.load(p_prepared.decay_out + i_chunk + o_t)
         total = tl.load(p_prepared.total + i_ch)
         b_low = b_state.to(dtype)
+        p_out = p_walked.states + i_ch * D * K
+        tl.store(p_out + o_d[:, None] * K + o_k[None, :], b_low, mask=m_state)
         b_u = b_u.to(tl.float32) - tl.dot(b_low, b_w, input_precision=PRECISION)
-        b_corrected = b_u.to(dtype)
-        if p_y is not None:
-            # [BK, C], [C, C] with the earlier token first, [C]
-            p_q, m_key = p_in.q + i_token * K, m_k[:, None] & m_t[None, :]
-            b_q = tl.load(p_q + o_t[None, :] * (H * K) + o_k[:, None], mask=m_key, other=0.0)
-            b_pairs = tl.load(p_prepared.pairs + i_chunk * C + o_t[None, :] * C + o_t[:, None])
-            b_in = tl.load(p_prepared.decay_in + i_chunk + o_t)
-            b_y = tl.dot(b_low, b_q, input_precision=PRECISION) * b_in[None, :]
-            b_y = tl.dot(b_corrected, b_pairs, b_y, input_precision=PRECISION)
-            p_out, m_y = p_y + i_token * D, m_d[:, None] & m_t[None, :]
-            o_y = o_t[None, :] * (H * D) + o_d[:, None]
-            tl.store(p_out + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
-        else:
-            p_out = p_corrected + i_chunk * D
-            tl.store(p_out + o_t[None, :] * D + o_d[:, None], b_corrected, mask=m_d[:, None])
-            p_out = p_states + i_ch * D * K
-            tl.store(p_out + o_d[:, None] * K + o_k[None, :], b_low, mask=m_state)
+        p_out = p_walked.corrected + i_chunk * D
+        tl.store(p_out + o_t[None, :] * D + o_d[:, None], b_u.to(dtype), mask=m_d[:, None])
         b_written = (b_u * b_out[None, :]).to(dtype)
         b_sum = _begin_sum(b_state, total, PRECISION)
         b_sum = tl.dot(b_written, b_k, b_sum, input_precision=PRECISION)
         b_state = _end_sum(b_state, total, b_sum, PRECISION)
-    if p_y is not None:
+    if p_final is not None:
         tl.store(p_final + o_state, b_state, mask=m_state)
 
 
 @triton.jit(do_not_specialize=VARIES)
 def delta_walk_backward_kernel(
-    p_in, p_prepared, p_dy, p_dfinal, p_dinitial, p_dcorrected, p_dstates,
+    p_in, p_prepared, p_walked, p_dy, p_dfinal, p_dinitial,
     p_bounds, p_starts, num_tokens, chunks_each, H, D,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dU, the gradients of the states after chunks, and of the initial state.
+    """dU, which replaces pairs^T dy, the gradients of the states after chunks, and dinitial.
 
-    p_in `Inputs`; p_prepared `Prepared`; p_dy (B, T, H, D); p_dfinal (or None), p_dinitial
-    (Q, H, K, D); p_dcorrected and p_dstates as in `Walked`; p_bounds (Q + 1,), p_starts (Q,) of
-    packed sequences. A bad dy is left out of dU, and spoils the states of its channel.
+    p_in `Inputs`; p_prepared `Prepared`; p_walked `Walked`; p_dy (B, T, H, D); p_dfinal (or None),
+    p_dinitial (Q, H, K, D); p_bounds (Q + 1,), p_starts (Q,) of packed sequences. A bad dy is left
+    out of dU, and spoils the states of its channel.
     """
     i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
     first, count, row, length = _sequence(
@@ -163,7 +149,7 @@ def delta_walk_backward_kernel(
         i_ch, m_t = (first + i) * H + i_h, o_t < _tokens_left(length, i, C, LAYOUT)
         # The first number of the chunk in (B, T, H, ...) and in (N, H, C, ...).
         i_token, i_chunk = (row + i * C) * H + i_h, i_ch * C
-        # [BK, C], [C, BK], [C, BK], [BD, C], [C, C] with the later token first, [C]
+        # [BK, C], [C, BK], [C, BK], [BD, C], [BD, C], [C]
         p_k, m_key = p_in.k + i_token * K, m_k[:, None] & m_t[None, :]
         b_k = tl.load(p_k + o_t[None, :] * (H * K) + o_k[:, None], mask=m_key, other=0.0)
         p_q, m_key = p_in.q + i_token * K, m_t[:, None] & m_k[None, :]
@@ -173,20 +159,20 @@ def delta_walk_backward_kernel(
         p_gradient, m_y = p_dy + i_token * D, m_d[:, None] & m_t[None, :]
         o_y = o_t[None, :] * (H * D) + o_d[:, None]
         b_dy = tl.load(p_gradient + o_y, mask=m_y, other=0.0)
-        b_pairs = tl.load(p_prepared.pairs + i_chunk * C + o_t[:, None] * C + o_t[None, :])
+        p_du = p_walked.dcorrected + i_chunk * D
+        o_du = o_t[None, :] * D + o_d[:, None]
+        b_du = tl.load(p_du + o_du, mask=m_d[:, None], other=0.0).to(tl.float32)
         b_in = tl.load(p_prepared.decay_in + i_chunk + o_t)
         b_out = tl.load(p_prepared.decay_out + i_chunk + o_t)
         total = tl.load(p_prepared.total + i_ch)
         b_low = b_state.to(dtype)
-        p_out = p_dstates + i_ch * D * K
+        p_out = p_walked.dstates + i_ch * D * K
         tl.store(p_out + o_d[:, None] * K + o_k[None, :], b_low, mask=m_state)
         b_spoilt = tl.sum(tl.where(is_bad(b_dy), float("nan"), 0.0), 1)
         b_dy = finite(b_dy)
-        b_du = tl.dot(b_low, b_k, input_precision=PRECISION) * b_out[None, :]
-        b_du = tl.dot(b_dy, b_pairs, b_du, input_precision=PRECISION)
+        b_du += tl.dot(b_low, b_k, input_precision=PRECISION) * b_out[None, :]
         b_minus_du = (-b_du).to(dtype)
-        p_out = p_dcorrected + i_chunk * D
-        tl.store(p_out + o_t[None, :] * D + o_d[:, None], -b_minus_du, mask=m_d[:, None])
+        tl.store(p_du + o_du, -b_minus_du, mask=m_d[:, None])
         b_read = (b_dy * b_in[None, :]).to(dtype)
         b_sum = _begin_sum(b_state, total, PRECISION)
         b_sum = tl.dot(b_read, b_q, b_sum, input_precision=PRECISION)
