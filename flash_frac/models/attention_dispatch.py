@@ -40,5 +40,5 @@ def attention_inputs(
     if isinstance(cache, LaneCache):
         return LaneAttentionInputs(*inputs)
     if group is not None:
-        return ContextAttentionInputs(*inputs, group)
+        return ContextAttentionInputs(*inputs, group=group)
     return AttentionInputs(*inputs)

@@ -5,6 +5,7 @@ import torch
 
 from flash_frac.ops.testing import relative_error
 from flash_frac.train.stateful import CarriedStates
+from tests.errors import assert_as_good
 from tests.models.hybrids import KINDS, make_kind
 
 LANES, TOKENS = 3, 48
@@ -20,7 +21,8 @@ def segment(ids, step, length):
         inside = [s - begin for s in starts if begin <= s < begin + length]
         bounds += [lane * length + s for s in (0, *inside)]
     row = ids[:, begin : begin + length].reshape(1, -1)
-    return row, torch.tensor([*bounds, LANES * length]), torch.tensor(first)
+    bounds = torch.tensor([*bounds, LANES * length], device=ids.device)
+    return row, bounds, torch.tensor(first, device=ids.device)
 
 
 def read_segments(model, ids, length, path=None):
@@ -87,6 +89,16 @@ def test_the_graph_ends_with_the_segment(ids):
     tensors = [x for state in carried.states.values() for x in state]
     tensors += [x for pair in carried.windows.layers.values() for x in pair]
     assert len(tensors) == 8 and not any(x.requires_grad for x in tensors)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sliding", "delta"])
+def test_a_gpu_reads_segments_as_a_cpu_does(kind, ids):
+    exact, _ = read_segments(make_kind(kind), ids, 12)
+    usual, _ = read_segments(make_kind(kind, torch.float32), ids, 12)
+    got, _ = read_segments(make_kind(kind, torch.float32).cuda(), ids.cuda(), 12)
+    assert_as_good(got.cpu(), usual, exact)
 
 
 def test_errors_name_the_remedy(ids):
