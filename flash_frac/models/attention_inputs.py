@@ -15,6 +15,7 @@ from transformers import Cache, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from flash_frac.models.attention import needs_blocks
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.mixers import ATTENTION
@@ -122,10 +123,13 @@ class AttentionInputs:
     def _mask_by_hand(self, implementation: str, num: int, window: int) -> Tensor | None:
         """For sdpa or eager attention, of the last `num` columns; None if it needs no mask."""
         real = None if self.real is None else self.real[:, -num:]
-        plain = real is None and self.cu_seqlens is None and num <= window
-        # Causal attention, or one token that sees all.
-        if plain and self.num_tokens in (1, num) and implementation == "sdpa":
-            return None
+        plain = real is None and self.cu_seqlens is None and implementation == "sdpa"
+        # An exported program has one way for all lengths.
+        if plain and not torch.compiler.is_exporting():
+            # Causal attention, one token that sees all, or too many for a mask.
+            short = num <= window and self.num_tokens in (1, num)
+            if short or needs_blocks(self.num_tokens, window):
+                return None
         keys, queries = self._positions[:, None, -num:], self.position_ids[:, :, None]
         column = torch.arange(num, device=keys.device)
         column_of_query = column[-self.num_tokens :, None]
@@ -183,6 +187,7 @@ class StaticAttentionInputs(AttentionInputs):
                     "attention_mask beside a static cache must cover all tokens, those before "
                     f"included: expected {seen} columns, got {self.real.shape[1]}"
                 )
+            check_static_padding(config, self.real)
         if position_ids is None and self.real is not None:
             position_ids = self.real.ne(0).cumsum(1)[:, -self.num_tokens :].sub(1).clamp_min(0)
         elif position_ids is None:
@@ -221,6 +226,19 @@ def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:
         return None
     slope = 1 / math.log(length) if slope is None else slope
     return 1 + slope * ((position_ids + 1) / length).log().clamp_min(0)
+
+
+def check_static_padding(config: FracConfig, mask: Tensor) -> None:
+    """ValueError for padding (B, P + T) that sliding layers of a static cache would take as tokens.
+
+    They keep the last W columns, which hold fewer than W real tokens if padding is among them.
+    """
+    if "sliding_attention" in config.layer_types and bool((mask.ne(0).int().diff(dim=1) < 0).any()):
+        raise ValueError(
+            "attention_mask must have padding on the left only, with a static cache in a model "
+            "with sliding_attention layers, whose window would count it; pad on the left, or leave "
+            "cache_implementation out"
+        )
 
 
 def check_cache(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:

@@ -56,9 +56,6 @@ class FracPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = {"FracBlock"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = {  # noqa: RUF012
-        f"mixer.{name}" for name in (*TIME_PARAMETERS, *DELTA_TIME_PARAMETERS)
-    }
     _is_stateful = True
     _can_compile_fullgraph = True
     # Of attention layers.
@@ -69,10 +66,14 @@ class FracPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: FracConfig) -> None:
         super().__init__(config)
-        # FSDP wants to find what is named here.
+        # Of the layers that are there: FSDP wants to find what is named here.
         types = set(config.mixer_types or ())
         self._no_split_modules = {
             "AttentionBlock" if x in ATTENTION else "FracBlock" for x in types
+        }
+        carry_time = {"frac": TIME_PARAMETERS, "delta": DELTA_TIME_PARAMETERS}
+        self._keep_in_fp32_modules_strict = {
+            f"mixer.{name}" for x in types for name in carry_time.get(x, ())
         }
 
     @torch.no_grad()

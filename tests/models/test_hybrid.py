@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from flash_frac.inspect import inspect_model
-from flash_frac.layers import FracMixer
 from flash_frac.models import (
     FracCache,
     FracConfig,
@@ -304,14 +302,29 @@ def test_models_name_the_blocks_that_they_have_to_fsdp(kind):
     assert set(model._no_split_modules) == set(model.model._no_split_modules) == kinds
 
 
-def test_regrid_and_inspect_see_frac_layers_only(model, ids):
+@each_kind
+def test_regrid_changes_frac_layers_only(ids, kind):
+    model = make_kind(kind)
+    if "frac" not in model.config.mixer_types:
+        with pytest.raises(
+            ValueError, match=r"must have a layer of type frac, .* got mixer_types="
+        ):
+            regrid(model, num_modes=9)
+        return
     longer = regrid(model, tau_max=2.0**17, num_modes=9)
-    assert len(longer.layers) == 2
-    for old, new in zip(model.model.layers, longer.model.model.layers, strict=True):
-        if not isinstance(getattr(old, "mixer", None), FracMixer):
-            assert torch.equal(old.mlp.up_proj.weight, new.mlp.up_proj.weight)
-    assert longer.model(ids).logits.shape == (3, 40, 61)
-    assert len(inspect_model(model, ids).layers) == 2
+    types = dict(enumerate(model.config.mixer_types))
+    frac = [n for n, name in types.items() if name == "frac"]
+    assert len(longer.layers) == len(frac) and longer.numbers == frac
+    assert longer.unchanged == {n: types[n] for n in types if n not in frac}
+    *_, last = str(longer).splitlines()[2:]
+    rest = ", ".join(f"{n} {name}" for n, name in longer.unchanged.items())
+    assert last == f"unchanged, having no bank: {rest}" if rest else last.startswith("    3  ")
+    for n, old in enumerate(model.model.layers):
+        new = longer.model.model.layers[n].state_dict()
+        assert old.state_dict().keys() == new.keys()
+        same = [torch.equal(new[name], x) for name, x in old.state_dict().items()]
+        assert all(same) == (n not in frac)
+    assert longer.model(ids).logits.isfinite().all()
 
 
 def test_the_document_runs():
