@@ -1,6 +1,7 @@
 """Time a FRAC language model beside its peers: prefill, decoding, a training step, small models.
 
     python benchmarks/model.py [--parts prefill decode train small] [--no-peers] [--weights int8]
+    python benchmarks/model.py --parts decode --prompt 65536 --batches 1 --config CONFIG --no-peers
 
 Random weights in bfloat16; on a CPU float32 and tiny sizes, for trying the script out.
     prefill  the backbone with its cache, batch 1: eagerly, and ours through `Generator` as well
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, "small"], default=[*PARTS, "small"])
     parser.add_argument("--config", type=Path, help="config.json of the model; default 1.3B")
+    parser.add_argument("--prompt", type=int, help="tokens before those that are decoded")
+    parser.add_argument("--batches", type=int, nargs="+", help="sequences decoded together")
     parser.add_argument("--weights", choices=WEIGHTS, help="quantise ours with torchao")
     add_options(parser, peers=MODEL_PEERS)
     options = parser.parse_args(typed)
@@ -47,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = FracConfig.from_json_file(options.config or CONFIG)
     peers = [] if options.no_peers else options.peers
     chosen = {"parts": options.parts, "peers": peers, "weights": options.weights}
-    for rows in measure_models(config, sizes=default_sizes(), failures=failures, **chosen):
+    asked = {"prompt": options.prompt, "decode_batches": options.batches}
+    sizes = replace(default_sizes(), **{name: x for name, x in asked.items() if x is not None})
+    for rows in measure_models(config, sizes=sizes, failures=failures, **chosen):
         keep(rows)
     exit_if_ours_failed(failures)
 

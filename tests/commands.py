@@ -35,9 +35,9 @@ def frac(*arguments, stdin=b""):
     return Done(1 if message else code, out.getvalue(), err.getvalue() + message)
 
 
-def make_checkpoint(folder):
+def make_checkpoint(folder, **changes):
     """A small model of bytes that never ends a text, so that there is always something to write."""
-    model = FracForCausalLM(tiny_config(initializer_range=0.3))
+    model = FracForCausalLM(tiny_config(initializer_range=0.3, **changes))
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -49,6 +49,7 @@ OPERATORS = {
     "conv": {"scan"},
     "norm": set(),
     "swiglu": set(),
+    "attention": set(),
     "decode": {"control", "conv", "norm", "swiglu"},
 }
 # And by file, from the ground up: plain forms, the table of backends, kernels, their launches, the

@@ -1,8 +1,9 @@
 """Fast generation: the prompt in one parallel pass, then tokens from a CUDA graph.
 
 The kernels of a token are recorded once and replayed, and the chosen token goes from one replay to
-the next without the host. Models that cannot be recorded (see `graphs.Recorder`) run the same calls
-one by one: on a CPU, or with attention layers, whose keys and values grow with every token.
+the next without the host. Models that cannot be recorded (see `graphs.Recorder`), on a CPU for
+instance, run the same calls one by one. Attention layers have their keys and values in buffers; a
+graph reads the part that is in use, rounded up, and another is recorded where that ends.
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.sampling import GREEDY, SamplingSettings, choose
-from flash_frac.inference.state import check_model, empty_cache, pieces, read_tokens
+from flash_frac.inference.state import check_model, empty_cache, num_real, pieces, read_tokens
 from flash_frac.inference.text import StopStrings
 from flash_frac.models import FracForCausalLM
 
@@ -34,21 +35,27 @@ class Generator:
 
     A new batch size makes new states and graphs, and so does any change of the model but one of its
     weights in place. A length of prompt, up to LONGEST_RECORDED, is recorded when it comes up for
-    the second time.
+    the second time. Attention is torch's scaled_dot_product_attention or, for a token on a GPU,
+    a kernel of ours, whatever the model's attn_implementation.
 
     Args:
         model: on any device, in eval mode.
+        max_length: tokens of prompt and answer for which attention layers get buffers at once, and
+            beyond which calls are refused. None: as many as a call needs, rounded up; a longer one
+            later gets new buffers, and graphs are recorded again.
 
     Example:
         >>> generator = Generator(model)
         >>> ids = generator.generate(input_ids, max_new_tokens=100)
     """
 
-    def __init__(self, model: FracForCausalLM) -> None:
+    def __init__(self, model: FracForCausalLM, *, max_length: int | None = None) -> None:
         check_model(model)
         if model.training:
             raise ValueError("model must be in eval mode; call model.eval()")
-        self.model = model
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be None or at least 1, got {max_length}")
+        self.model, self.max_length = model, max_length
         self._recorder = Recorder(model)
         self._session: _Session | None = None
 
@@ -59,27 +66,23 @@ class Generator:
         Args:
             attention_mask: (B, T), 0 at padding, which goes to the left.
         """
-        if input_ids.ndim != 2 or input_ids.numel() == 0:
+        return self._read(input_ids, attention_mask, 0).logits.clone()
+
+    def _read(self, ids: Tensor, mask: Tensor | None, num_new: int) -> _Session:
+        """Read prompts (B, T) from an empty state, with room for this many tokens after them."""
+        mask = _check_prompts(ids, mask)
+        needed = ids.shape[1] + num_new
+        if self.max_length is not None and needed > self.max_length:
             raise ValueError(
-                f"input_ids must have shape (B, T) and a token, got {tuple(input_ids.shape)}"
+                f"max_length ({self.max_length}) must be at least {needed}, for prompts of "
+                f"{ids.shape[1]} tokens and {num_new} after them; make the Generator with that, "
+                "or None"
             )
-        if attention_mask is not None:
-            if attention_mask.shape != input_ids.shape:
-                raise ValueError(
-                    f"attention_mask must have shape {tuple(input_ids.shape)}, "
-                    f"got {tuple(attention_mask.shape)}"
-                )
-            if not bool((attention_mask[:, -1] != 0).all()):
-                raise ValueError(
-                    "attention_mask must be 1 at the last token of every prompt; pad on the left"
-                )
-            if bool((attention_mask != 0).all()):
-                attention_mask = None
-        session = self._open(input_ids.shape[0])
-        session.reset()
-        for piece in pieces(input_ids, attention_mask, PIECE):
+        session = self._open(ids.shape[0])
+        session.reset(needed)
+        for piece in pieces(ids, mask, PIECE):
             session.read(*piece)
-        return session.logits.clone()
+        return session
 
     @torch.no_grad()
     def generate(
@@ -178,9 +181,7 @@ class Generator:
         """Read the prompts and choose their first tokens."""
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        self.prefill(input_ids, attention_mask)
-        session = self._session
-        assert session is not None
+        session = self._read(input_ids, attention_mask, max_new_tokens)
         session.begin(max_new_tokens, eos, pad, sampling, seed)
         if sampling.repetition_penalty != 1:
             session.mark_seen(input_ids, attention_mask)
@@ -193,14 +194,31 @@ class Generator:
             self._session = None
             # Tensors made in inference mode could not be written outside it.
             with torch.inference_mode(False):
-                self._session = _Session(self._recorder, batch)
+                self._session = _Session(self._recorder, batch, self.max_length)
         return self._session
+
+
+def _check_prompts(ids: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask, or None if nothing is padding; ValueError if it does not fit."""
+    if ids.ndim != 2 or ids.numel() == 0:
+        raise ValueError(f"input_ids must have shape (B, T) and a token, got {tuple(ids.shape)}")
+    if mask is None:
+        return None
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask must have shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
+        )
+    if not bool((mask[:, -1] != 0).all()):
+        raise ValueError(
+            "attention_mask must be 1 at the last token of every prompt; pad on the left"
+        )
+    return None if bool((mask != 0).all()) else mask
 
 
 class _Session:
     """The state of a batch, and what goes in and out of its graphs."""
 
-    def __init__(self, recorder: Recorder, batch: int) -> None:
+    def __init__(self, recorder: Recorder, batch: int, max_length: int | None) -> None:
         self.recorder, self.model, self.batch = recorder, recorder.model, batch
         self.bindings = recorder.bindings
         head = self.model.lm_head.weight
@@ -216,6 +234,8 @@ class _Session:
         self.random = torch.Generator(self.device)
         self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
         self.cache = empty_cache(self.model, batch)
+        if max_length is not None:
+            self.cache.reserve(max_length, size=max_length)
         self._bind()
 
     def fits(self, batch: int) -> bool:
@@ -225,12 +245,13 @@ class _Session:
 
     def _bind(self) -> None:
         # All tensors of a session live as long as its cache; the list of chosen ones may grow.
-        self.recorder.bind(self.cache, self.chosen)
+        self.recorder.bind(self.cache, self.chosen, self.cache.full)
 
-    def reset(self) -> None:
-        """An empty state is one of zeros, in the recurrence as in the convolution's window."""
-        torch._foreach_zero_(self.cache.tensors())  # pyright: ignore[reportPrivateImportUsage]
-        self.cache.forget()
+    def reset(self, num_tokens: int) -> None:
+        """Begin with an empty state, and room for this many tokens."""
+        self.cache.clear()
+        if self.cache.reserve(num_tokens):
+            self._bind()
         self.turn += 1
 
     def read(self, *inputs: Tensor) -> None:
@@ -239,8 +260,9 @@ class _Session:
         if length > LONGEST_RECORDED:
             self._forward(*inputs)
         else:
-            kind = ("prompt", self.batch, length, len(inputs))
+            kind = ("prompt", self.batch, length, len(inputs), self.cache.signature(length))
             self.recorder.run(kind, self._forward, inputs)
+        self.cache.took(num_real(*inputs))
 
     def begin(
         self,
@@ -280,8 +302,9 @@ class _Session:
     def advance(self) -> None:
         """One more token."""
         # A graph holds the values of the settings.
-        kind = ("token", self.batch, self.ends, self.sampling)
+        kind = ("token", self.batch, self.ends, self.sampling, self.cache.signature(1))
         self.recorder.run(kind, self._step, random=self.random)
+        self.cache.took([1] * self.batch)
 
     def all_ended(self) -> bool:
         return bool(self.ended.all())

@@ -1,8 +1,9 @@
 """CUDA graphs: the kernels of a function, recorded once and launched again by one call.
 
-The state of a Frac model has a fixed size, so that a token costs the same kernels at the same
-addresses whatever came before. A graph reads weights where they were when it was recorded: weights
-that change in place are seen, and a model that was moved, cast or taken apart is recorded again.
+The state of a Frac model has a fixed size, and keys and values of attention layers have buffers of
+a chosen one, so that a token costs the same kernels at the same addresses. A graph reads weights
+where they were when it was recorded: weights that change in place are seen, and a model that was
+moved, cast or taken apart is recorded again.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Recorder:
     A function is run as written the first time, which compiles and loads what it needs, so that
     there is no warm-up to undo. It is recorded the second time, and replayed from then on.
 
-    A model on a CPU, on several devices, with attention layers, hooks, adapters or tensors of other
-    kinds, and any model under autocast, is run as written every time.
+    A model on a CPU, on several devices, with hooks, adapters, tensors of other kinds or rotary
+    positions that depend on the length, and any model under autocast, is run as written every time.
 
     Example:
         >>> recorder = Recorder(model)
@@ -179,8 +180,7 @@ def _bindings(model: FracForCausalLM) -> list[Any] | None:
     Lists of one thing each, because every call waits for it.
     """
     head = model.lm_head.weight
-    # Keys and values of attention grow, and are never twice at the same address.
-    if head.device.type not in DEVICES or model.config.attention_layers:
+    if head.device.type not in DEVICES or _has_moving_positions(model):
         return None
     modules = _modules(model, [])
     kinds = [type(module) for module in modules]
@@ -201,7 +201,15 @@ def _bindings(model: FracForCausalLM) -> list[Any] | None:
         return None
     addresses = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors]
     settings = [(y.get("backend"), y.get("settings")) for y in map(vars, modules)]
+    config = model.config
+    settings.append((config.attention_temperature_length, config.attention_temperature_slope))
     return [_binding(head), kinds, addresses, settings]
+
+
+def _has_moving_positions(model: FracForCausalLM) -> bool:
+    """Whether rotary frequencies change with the length, for which the host waits every time."""
+    rotary: Any = model.model.rotary_emb
+    return rotary is not None and rotary.rope_type in ("dynamic", "longrope")
 
 
 def _modules(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:

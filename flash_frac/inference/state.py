@@ -1,8 +1,8 @@
-"""The states of a model's layers, kept in a `FracCache`, and what time without input does to them.
+"""What a model's layers remember, in a `BufferedCache`, and what time without input does to it.
 
-Attention layers of hybrid models have keys and values there, which grow with every token. They are
-replaced and never written, so that copies share them.
-Letters: B sequences, V vocabulary, H heads, M modes, D head channels, I = H D, K taps.
+Keys and values of layers that see all tokens are only appended to, so that moments of one stream
+share them.
+Letters: B sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
+from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.text import TextTail
-from flash_frac.layers import FracMixer, MixerState
+from flash_frac.layers import MixerState
 from flash_frac.models import FracCache, FracForCausalLM
-from flash_frac.models.cache import AttentionMemory, read_state, write_state
+from flash_frac.models.attention import AttentionBlock
+from flash_frac.models.block import FracBlock
+from flash_frac.models.buffers import BufferedCache, KeyValues
+from flash_frac.models.cache import read_state, write_state
 from flash_frac.models.evaluating import evaluating
-from flash_frac.models.modeling import FracBlock
-from flash_frac.ops import mode_log_decay
+
+logger = logging.get_logger(__name__)
 
 # Tokens of a piece in `read_pieces`.
 PIECE = 4096
@@ -38,27 +44,43 @@ class StreamMark:
         tails: each sequence's end as text; empty without a tokenizer.
     """
 
-    cache: FracCache
+    cache: BufferedCache
     logits: Tensor | None
     seen: Tensor
     lengths: tuple[int, ...]
     tails: tuple[TextTail, ...]
 
-    def copy(self, model: FracForCausalLM, into: FracCache | None = None) -> StreamMark:
-        """The same in other memory: that of a cache which is not needed any more, or new."""
+    def copy(self, into: BufferedCache | None = None) -> StreamMark:
+        """The same in other memory: that of a cache which is not needed any more, or new.
+
+        Keys and values of layers that see all tokens are shared.
+        """
         if into is None:
-            into = make_cache(model, states_of(self.cache), self.memory())
+            into = self.cache.copy()
         else:
-            copy_cache(self.cache, into, len(self.lengths))
+            into.copy_fixed(self.cache)
+            into.follow(self.cache)
         logits = None if self.logits is None else self.logits.clone()
         return replace(self, cache=into, logits=logits)
+
+    def fork(self) -> StreamMark:
+        """The same in other memory, of which nothing is shared."""
+        copied = self.copy()
+        copied.cache.full = copied.cache.full.resized(copied.cache.full.size)
+        return copied
+
+    def without_tokens(self) -> StreamMark:
+        """`copy`, which leaves the keys and values that grow to whoever holds the tokens after."""
+        copied = self.copy()
+        copied.cache.full = KeyValues()
+        return copied
 
     def after(
         self,
         ids: Tensor,
         counts: Sequence[int],
         tails: tuple[TextTail, ...],
-        cache: FracCache,
+        cache: BufferedCache,
         logits: Tensor,
     ) -> StreamMark:
         """The moment after ids (B, T), of each sequence the last `counts`, with what they left."""
@@ -74,16 +96,11 @@ class StreamMark:
         lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         return StreamMark(cache, logits, seen, lengths, tails)
 
-    def memory(self) -> AttentionMemory:
-        """What the attention layers remember, in the memory of the cache."""
-        return self.cache.memory(len(self.lengths))
-
-    def select(self, rows: list[int], model: FracForCausalLM) -> StreamMark:
+    def select(self, rows: list[int]) -> StreamMark:
         """The sequences at `rows`, in that order."""
         index = torch.tensor(rows, device=self.seen.device)
-        states = [state.select(rows) for state in states_of(self.cache)]
         return StreamMark(
-            make_cache(model, states, self.memory().select(rows)),
+            BufferedCache.cat([self.cache], rows),
             None if self.logits is None else self.logits[index],
             self.seen[index],
             tuple(self.lengths[n] for n in rows),
@@ -91,13 +108,11 @@ class StreamMark:
         )
 
     @staticmethod
-    def cat(marks: Sequence[StreamMark], model: FracForCausalLM) -> StreamMark:
+    def cat(marks: Sequence[StreamMark]) -> StreamMark:
         """One batch of all sequences, in order."""
-        layers = zip(*(states_of(mark.cache) for mark in marks), strict=True)
         logits = [mark.logits for mark in marks if mark.logits is not None]
-        memory = AttentionMemory.cat([mark.memory() for mark in marks])
         return StreamMark(
-            make_cache(model, [MixerState.cat(states) for states in layers], memory),
+            BufferedCache.cat([mark.cache for mark in marks]),
             torch.cat(logits) if len(logits) == len(marks) else None,
             torch.cat([mark.seen for mark in marks]),
             tuple(length for mark in marks for length in mark.lengths),
@@ -140,13 +155,45 @@ def read_tokens(
 
 
 def read_pieces(
-    model: FracForCausalLM, cache: FracCache, ids: Tensor, mask: Tensor | None
+    model: FracForCausalLM, cache: BufferedCache, ids: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`read_tokens` in memory that does not grow with T."""
-    *parts, last = pieces(ids, mask, PIECE)
-    for part in parts:
-        read_tokens(model, cache, *part)
-    return read_tokens(model, cache, *last)
+    """`read_tokens` in memory that does not grow with T, but for keys and values."""
+    cache.reserve(ids.shape[1])
+    logits = None
+    for part in pieces(ids, mask, PIECE):
+        logits = read_tokens(model, cache, *part)
+        cache.took(num_real(*part))
+    assert logits is not None
+    return logits
+
+
+def read_one(
+    recorder: Recorder,
+    source: BufferedCache,
+    target: BufferedCache,
+    ids: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """`read_tokens` of ids (B, 1) after those of one cache into another, from a CUDA graph."""
+
+    def step(ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        target.copy_fixed(source)
+        return read_tokens(recorder.model, target, ids, mask)
+
+    target.follow(source)
+    target.reserve(1)
+    recorder.bind(source, target, target.full)
+    inputs = [x for x in (ids, mask) if x is not None]
+    kind = ("token", len(inputs), target.signature(1))
+    logits = recorder.run(kind, step, inputs, variant=id(source))
+    assert logits is not None
+    target.took(num_real(*inputs))
+    return logits
+
+
+def num_real(ids: Tensor, mask: Tensor | None = None) -> list[int]:
+    """Tokens of each sequence of ids (B, T) that are no padding."""
+    return [ids.shape[1]] * ids.shape[0] if mask is None else mask.ne(0).sum(1).tolist()
 
 
 def padding_mask(ids: Tensor, counts: Sequence[int]) -> Tensor | None:
@@ -162,82 +209,42 @@ def pieces(ids: Tensor, mask: Tensor | None, size: int) -> Iterator[tuple[Tensor
     yield from zip(*(x.split(size, 1) for x in whole), strict=True)
 
 
-def mixers(model: FracForCausalLM) -> list[FracMixer]:
-    """The mixers of the Frac layers, in order."""
+def mixers(model: FracForCausalLM) -> list[Any]:
+    """The mixers of the layers with a state of fixed size, in order."""
     return [block.mixer for block in model.model.layers if isinstance(block, FracBlock)]
 
 
-def empty_state(mixer: FracMixer, batch_size: int) -> MixerState:
-    """The state of B sequences without tokens: zeros."""
-    weight = mixer.conv1d.weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    sizes = (batch_size, mixer.num_heads, mixer.num_modes, mixer.head_dim)
-    window = (batch_size, mixer.num_heads * mixer.head_dim, mixer.conv_kernel - 1)
-    return MixerState(weight.new_zeros(sizes, dtype=wide), weight.new_zeros(window))
-
-
-def empty_cache(model: FracForCausalLM, batch_size: int) -> FracCache:
-    """The cache of B sequences without tokens."""
-    return make_cache(model, [empty_state(mixer, batch_size) for mixer in mixers(model)])
-
-
 @torch.no_grad()
-def make_cache(
-    model: FracForCausalLM, states: Sequence[MixerState], memory: AttentionMemory | None = None
-) -> FracCache:
-    """A cache that holds copies of these states of the Frac layers, and this memory itself."""
-    cache = FracCache(model.config)
+def empty_cache(model: FracForCausalLM, batch_size: int) -> BufferedCache:
+    """The cache of B sequences without tokens."""
+    blocks = enumerate(model.model.layers)
+    examples = {n: x.self_attn.k_norm.weight for n, x in blocks if isinstance(x, AttentionBlock)}
+    cache = BufferedCache(model.config, batch_size, examples)
     # Tensors made in inference mode could not be written outside it.
     with torch.inference_mode(False):
-        for index, state in zip(cache.state_layers, states, strict=True):
-            write_state(cache, index, state)
-    if memory is not None:
-        cache.set_memory(memory)
+        for index, mixer in zip(cache.state_layers, mixers(model), strict=True):
+            write_state(cache, index, mixer.empty_state(batch_size))
     return cache
 
 
 @torch.no_grad()
 def states_of(cache: FracCache) -> list[MixerState]:
-    """The states of the Frac layers, in the memory of the cache."""
+    """The states of frac and delta layers, in the memory of the cache."""
     states = (read_state(cache, index) for index in cache.state_layers)
     return [state for state in states if state is not None]
 
 
 @torch.no_grad()
-def copy_cache(source: FracCache, target: FracCache, batch_size: int) -> None:
-    """Copy everything; states in two kernels where the device allows it, one for each dtype."""
-    pairs = list(zip(states_of(target), states_of(source), strict=True))
-    for name in ("recurrent", "conv"):
-        mine, theirs = ([getattr(pair[n], name) for pair in pairs] for n in (0, 1))
-        torch._foreach_copy_(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
-    if source.attention_layers:
-        target.set_memory(source.memory(batch_size))
-
-
-@torch.no_grad()
-def idle_log_decay(mixer: FracMixer) -> Tensor:
-    """log_decay (H, M) that the heads choose for an input of zero, in float32 (float64 stays)."""
-    weight = mixer.conv1d.weight
-    dyn = mixer.dynamics(mixer.dyn_proj(weight.new_zeros(1, weight.shape[0]))[0])
-    log_tau = mixer.base_log_tau.to(dyn.delta.dtype)
-    return mode_log_decay(dyn, log_tau, rho_eps=mixer.settings.rho_eps)
-
-
-def check_fading(model: FracForCausalLM) -> None:
-    """ValueError unless all that a model remembers fades with time."""
-    if model.config.attention_layers:
-        raise ValueError(
-            "advance needs a model without attention_layers, got "
-            f"{model.config.attention_layers}: keys and values do not fade; feed tokens instead"
-        )
-
-
-@torch.no_grad()
 def let_pass(model: FracForCausalLM, cache: FracCache, gap: float) -> None:
     """`FracStream.advance`, in the memory of the cache."""
+    if cache.attention_layers:
+        logger.warning_once(
+            f"advance leaves the attention layers {cache.attention_layers} as they are, because "
+            "keys and values do not fade; frac and delta layers fade."
+        )
     for mixer, state in zip(mixers(model), states_of(cache), strict=True):
         # In float64: a factor close to 1, for a slow mode, would be off the same way every time.
-        factor = torch.exp(gap * idle_log_decay(mixer).double())
+        factor = torch.exp(gap * mixer.idle_log_decay().double())
         state.recurrent.copy_(state.recurrent * factor[..., None])
         shift = min(math.floor(gap), state.conv.shape[-1])
         zeros = state.conv.new_zeros(*state.conv.shape[:2], shift)

@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +22,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flash_frac.inference.state import StreamMark, make_cache, mixers, states_of
+from flash_frac.inference.state import StreamMark, empty_cache, mixers, states_of
 from flash_frac.inference.text import TextTail
-from flash_frac.layers import MixerState
-from flash_frac.models import FracCache, FracForCausalLM
-from flash_frac.models.cache import AttentionMemory
-from flash_frac.models.modeling import FracBlock
+from flash_frac.layers import FracMixer
+from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.mixers import MLP_EXPAND
 
 FORMAT, VERSION = "flash_frac.stream", "1"
 SAMPLES = 256
@@ -37,10 +39,16 @@ _FIELDS = (
     *("num_attention_heads", "frac_num_modes", "frac_conv_kernel", "frac_gate_bias_init"),
     *("rms_norm_eps", "tie_word_embeddings"),
 )
-# Of hybrid models only, so that files of others stay what they were.
+# Of models with attention only, so that files of others stay what they were.
 _ATTENTION_FIELDS = (
     *("attention_layers", "attention_head_dim", "attention_key_value_heads"),
     *("attention_intermediate_size", "attention_rope_parameters"),
+)
+# Where they are not what they were before these fields were there.
+_LATER_FIELDS = (
+    *("mlp_intermediate_size", "attention_positions", "attention_temperature_length"),
+    *("attention_temperature_slope", "sliding_window", "delta_num_heads", "delta_head_dim"),
+    *("delta_expand_v", "delta_conv_kernel"),
 )
 # For each model, at which addresses and versions its tensors were when they were hashed.
 _HASHES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], dict[str, str]]] = (
@@ -75,11 +83,22 @@ def fingerprint(model: FracForCausalLM) -> dict[str, str]:
     settings = {name: getattr(model.config, name) for name in _FIELDS}
     if model.config.attention_layers:
         settings |= {name: getattr(model.config, name) for name in _ATTENTION_FIELDS}
+    settings |= _later_settings(model.config)
     settings["dtype"] = str(model.lm_head.weight.dtype)
-    for number, control in enumerate(dict.fromkeys(mixer.settings for mixer in mixers(model))):
+    controls = (mixer.settings for mixer in mixers(model) if isinstance(mixer, FracMixer))
+    for number, control in enumerate(dict.fromkeys(controls)):
         named = asdict(control).items()
         settings |= {f"{key}.{number}" if number else key: value for key, value in named}
     return {"settings": json.dumps(settings), **hashes}
+
+
+def _later_settings(config: FracConfig) -> dict[str, Any]:
+    found = {name: getattr(config, name) for name in _LATER_FIELDS}
+    found = {name: value for name, value in found.items() if value != getattr(FracConfig, name)}
+    # attention_layers tells the others apart.
+    if {"delta", "sliding_attention"} & set(config.mixer_types or ()):
+        found["mixer_types"] = config.mixer_types
+    return found
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -90,38 +109,51 @@ def _sample(x: Tensor) -> Tensor:
     return torch.take(x, positions)
 
 
-def _to_tensors(cache: FracCache, batch_size: int) -> dict[str, Tensor]:
+def _to_tensors(cache: BufferedCache) -> dict[str, Tensor]:
     """Everything that a cache holds, by names that begin with the number of the layer."""
     tensors = {}
     for index, state in zip(cache.state_layers, states_of(cache), strict=True):
         tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
-    memory = cache.memory(batch_size)
-    for index, (keys, values) in memory.layers.items():
+    for index, (keys, values) in cache.rings.items():
         tensors |= {f"{index}.keys": keys, f"{index}.values": values}
-    return tensors | ({"real": memory.real} if memory.layers else {})
+    for index, pair in cache.full.layers.items():
+        keys, values = (x[:, :, : cache.longest] for x in pair)
+        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
+    return tensors
 
 
-def _from_tensors(model: FracForCausalLM, tensors: dict[str, Tensor]) -> FracCache:
+def _from_tensors(
+    model: FracForCausalLM, tensors: dict[str, Tensor], lengths: Sequence[int]
+) -> BufferedCache:
     """The cache that `_to_tensors` was given, on the devices of the layers, in other memory."""
-    states, layers, device = [], {}, model.lm_head.weight.device
-    for index, block in enumerate(model.model.layers):
-        device = next(block.parameters()).device
-        if isinstance(block, FracBlock):
-            names = (f"{index}.recurrent", f"{index}.conv")
-            states.append(MixerState(*(tensors[name] for name in names)).to(device))
-        elif f"{index}.keys" in tensors:
-            names = (f"{index}.keys", f"{index}.values")
-            # Copies, because on a CPU these would be the file itself, mapped into memory.
-            layers[index] = tuple(tensors[name].to(device, copy=True) for name in names)
-    blank = torch.ones(states[0].batch_size, 0, dtype=torch.bool)
-    memory = AttentionMemory(layers, tensors.get("real", blank).to(device, copy=True))
-    return make_cache(model, states, memory)
+    cache = empty_cache(model, len(lengths))
+    for index, state in zip(cache.state_layers, states_of(cache), strict=True):
+        state.recurrent.copy_(tensors[f"{index}.recurrent"])
+        state.conv.copy_(tensors[f"{index}.conv"])
+    cache.reserve(max(lengths))
+    cache.took(lengths)
+    cache.lengths.copy_(torch.tensor(lengths))
+    for index, buffers in {**cache.rings, **cache.full.layers}.items():
+        for buffer, name in zip(buffers, ("keys", "values"), strict=True):
+            # Absent in older files of streams without tokens.
+            if (x := tensors.get(f"{index}.{name}")) is not None:
+                x = _without_padding(x, tensors.get("real"))
+                buffer[:, :, : x.shape[2]] = x.to(buffer.device)
+    return cache
+
+
+def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
+    """Keys or values of older files, which had padding, False in real (B, T), between them."""
+    if real is None:
+        return x
+    order = real.long().argsort(dim=1, descending=True, stable=True)
+    return x.take_along_dim(order[:, None, :, None], 2)[:, :, : int(real.sum(1).max())]
 
 
 def write_mark(path: Path, mark: StreamMark, model: FracForCausalLM) -> None:
     """Write a moment of a stream to a file that is there whole or not at all."""
     tensors = {"seen": mark.seen} | ({} if mark.logits is None else {"logits": mark.logits})
-    tensors |= _to_tensors(mark.cache, len(mark.lengths))
+    tensors |= _to_tensors(mark.cache)
     tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in mark.tails])
     facts = fingerprint(model) | {"lengths": json.dumps(mark.lengths), "tails": tails}
     _write_file(path, facts, tensors)
@@ -144,7 +176,7 @@ def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
     # Copies, because on a CPU these would be the file itself, mapped into memory.
     logits = None if logits is None else logits.to(device, copy=True)
     seen = tensors["seen"].to(device, copy=True)
-    return StreamMark(_from_tensors(model, tensors), logits, seen, lengths, tails)
+    return StreamMark(_from_tensors(model, tensors, lengths), logits, seen, lengths, tails)
 
 
 def _write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) -> None:
@@ -191,11 +223,15 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM) -> None:
     """ValueError that says what differs, unless the file was written with this model."""
     here = fingerprint(model)
-    if here["settings"] != facts["settings"]:
-        mine, theirs = json.loads(here["settings"]), json.loads(facts["settings"])
+    mine, theirs = (_settings(x) for x in (here, facts))
+    if mine != theirs:
         names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
-        parts = [f"{name} is {theirs.get(name)} there and {mine.get(name)} here" for name in names]
-        difference = "; ".join(parts)
+        parts = (
+            (x, *(y.get(x, getattr(FracConfig, x, None)) for y in (theirs, mine))) for x in names
+        )
+        difference = "; ".join(
+            f"{name} is {there} there and {here} here" for name, there, here in parts
+        )
     elif here["structure"] != facts["structure"]:
         difference = "its tensors have other names, shapes or dtypes"
     elif here["weights"] != facts["weights"]:
@@ -206,6 +242,14 @@ def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM)
         f"{path} was written with another model: {difference}. A state means nothing to another "
         "model; load the one that wrote it, or feed the text again"
     )
+
+
+def _settings(facts: dict[str, str]) -> dict[str, Any]:
+    """The settings of a fingerprint, with what older ones left out."""
+    settings = json.loads(facts["settings"])
+    if settings.get("attention_layers") and settings["attention_intermediate_size"] is None:
+        settings["attention_intermediate_size"] = MLP_EXPAND * settings["hidden_size"]
+    return settings
 
 
 def _checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:

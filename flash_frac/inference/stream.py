@@ -22,14 +22,12 @@ from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.sampling import SamplingSettings, choose
 from flash_frac.inference.state import (
     StreamMark,
-    check_fading,
     check_model,
-    copy_cache,
     empty_cache,
     let_pass,
     padding_mask,
+    read_one,
     read_pieces,
-    read_tokens,
     states_of,
 )
 from flash_frac.inference.storage import read_mark, write_mark
@@ -43,7 +41,8 @@ from flash_frac.inference.text import (
     to_ids,
 )
 from flash_frac.layers import MixerState
-from flash_frac.models import FracCache, FracForCausalLM
+from flash_frac.models import FracForCausalLM
+from flash_frac.models.buffers import BufferedCache
 
 
 class FracStream:
@@ -82,7 +81,7 @@ class FracStream:
 
     def _set(self, now: StreamMark, model: FracForCausalLM, tokenizer: Any) -> None:
         self.model, self.tokenizer, self._now = model, tokenizer, now
-        self._spare: FracCache | None = None
+        self._spare: BufferedCache | None = None
         self._marks: list[StreamMark] = []
         self._recorder = Recorder(model)
         self._decode = None if tokenizer is None else text_decoder(tokenizer)
@@ -109,13 +108,16 @@ class FracStream:
 
     @property
     def state(self) -> list[MixerState]:
-        """The states of the Frac layers: to be read before the stream goes on, or else cloned."""
+        """States of frac and delta layers: to be read before the stream goes on, or else cloned."""
         return states_of(self._now.cache)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state. The stream holds them twice, and once more for each mark."""
-        return sum(state.nbytes for state in self.state) + self._now.memory().nbytes
+        """Bytes of the state. The stream holds them twice, and once more for each mark.
+
+        Keys and values of attention layers, which grow with every token, it holds once.
+        """
+        return self._now.cache.nbytes
 
     def feed(self, inputs: Inputs) -> FracStream:
         """Read on; however a sequence is cut into calls, the result is the same.
@@ -247,7 +249,7 @@ class FracStream:
 
     def mark(self) -> StreamMark:
         """Remember this moment, for `rollback`; marks may be nested, like savepoints in SQL."""
-        self._marks.append(self._now.copy(self.model))
+        self._marks.append(self._now.without_tokens())
         return self._marks[-1]
 
     def rollback(self, mark: StreamMark | None = None) -> FracStream:
@@ -263,7 +265,7 @@ class FracStream:
 
     def fork(self) -> FracStream:
         """Another stream with the same past, and its marks; neither will disturb the other."""
-        fork = self._at(self._now.copy(self.model), self.model, self.tokenizer)
+        fork = self._at(self._now.fork(), self.model, self.tokenizer)
         fork._marks = list(self._marks)
         return fork
 
@@ -277,7 +279,7 @@ class FracStream:
             ) from error
         if rows.numel() == 0:
             raise ValueError(f"index must choose at least one sequence, got {index}")
-        now = self._now.select(rows.tolist(), self.model)
+        now = self._now.select(rows.tolist())
         return self._at(now, self.model, self.tokenizer)
 
     @staticmethod
@@ -293,7 +295,7 @@ class FracStream:
                 f"{len(streams)} streams of {len(kinds)} pairs of model and tokenizer"
             )
         model, tokenizer = streams[0].model, streams[0].tokenizer
-        now = StreamMark.cat([stream._now for stream in streams], model)
+        now = StreamMark.cat([stream._now for stream in streams])
         return FracStream._at(now, model, tokenizer)
 
     def advance(self, gap: float) -> FracStream:
@@ -305,11 +307,13 @@ class FracStream:
         window moves on by floor(gap) zeros. The recurrent state after `advance(a)` and `advance(b)`
         is that after `advance(a + b)`. Which token comes next is then not known before another was
         fed, unless gap is 0.
+
+        Delta layers fade like one mode. Attention layers keep their keys and values, which do not
+        fade, and the positions of their tokens; a warning names them once.
         """
         # The largest float compares with integers of any size, without converting them.
         if not (isinstance(gap, int | float) and 0 <= gap <= sys.float_info.max):
             raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap!r:.40}")
-        check_fading(self.model)
         if gap == 0:
             return self
         draft = self._draft()
@@ -346,7 +350,10 @@ class FracStream:
     def _draft(self, mark: StreamMark | None = None) -> StreamMark:
         """A copy of this moment, or of another, in the memory that the last draft has left."""
         spare, self._spare = self._spare, None
-        return (mark or self._now).copy(self.model, spare)
+        draft = (mark or self._now).copy(spare)
+        # The first tokens of this stream are those of its marks, which hold no keys and values.
+        draft.cache.full = self._now.cache.full
+        return draft
 
     def _commit(self, now: StreamMark) -> None:
         # Each line leaves a whole stream behind, should it be the last.
@@ -359,7 +366,7 @@ class FracStream:
         cache, logits = self._step(ids, padding_mask(ids, counts))
         self._commit(self._now.after(ids, counts, tails, cache, logits))
 
-    def _step(self, ids: Tensor, mask: Tensor | None) -> tuple[FracCache, Tensor]:
+    def _step(self, ids: Tensor, mask: Tensor | None) -> tuple[BufferedCache, Tensor]:
         """The cache after ids (B, T) and logits (B, V); one token is read from a CUDA graph.
 
         Two caches take turns, so that there are two graphs: there and back. After a call that fails
@@ -367,19 +374,9 @@ class FracStream:
         """
         source, (spare, self._spare) = self._now.cache, (self._spare, None)
         if spare is None or ids.shape[1] > 1:
-            after = self._now.copy(self.model, spare).cache
+            after = self._now.copy(spare).cache
             return after, read_pieces(self.model, after, ids, mask)
-        model, batch_size = self.model, self.batch_size
-
-        def step(ids: Tensor, mask: Tensor | None = None) -> Tensor:
-            copy_cache(source, spare, batch_size)
-            return read_tokens(model, spare, ids, mask)
-
-        self._recorder.bind(source, spare)
-        inputs = [x for x in (ids, mask) if x is not None]
-        logits = self._recorder.run(("token", len(inputs)), step, inputs, variant=id(source))
-        assert logits is not None
-        return spare, logits
+        return spare, read_one(self._recorder, source, spare, ids, mask)
 
     def _known_logits(self) -> Tensor:
         if self._now.logits is None:

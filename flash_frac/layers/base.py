@@ -1,4 +1,7 @@
-"""What the layers with a recurrent state have in common: how they keep the precision of time."""
+"""What the layers with a recurrent state have in common: that state, and the precision of time.
+
+Letters: B sequences, H heads, M modes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+
+from flash_frac.layers.state import MixerState
 
 
 class RecurrentMixer(nn.Module):
@@ -17,6 +22,14 @@ class RecurrentMixer(nn.Module):
 
     def initial_time_values(self) -> dict[str, Tensor]:
         """Fresh values of the tensors that carry time, by name; a layer may be without one."""
+        raise NotImplementedError
+
+    def empty_state(self, batch_size: int) -> MixerState:
+        """The state of B sequences without tokens: zeros."""
+        raise NotImplementedError
+
+    def idle_log_decay(self) -> Tensor:
+        """log_decay of the heads' states for an input of zero: (H, M), or (H, 1) for all alike."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -152,6 +152,20 @@ class DeltaMixer(RecurrentMixer):
                     nn.init.normal_(module.weight, std=self.initializer_range)
         self.reset_time()
 
+    def empty_state(self, batch_size: int) -> MixerState:
+        """The state of B sequences without tokens: zeros."""
+        weight = self.q_conv1d.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        sizes = (batch_size, self.num_heads, self.head_dim, self.value_dim)
+        channels = self.num_heads * (2 * self.head_dim + self.value_dim)
+        window = weight.new_zeros(batch_size, channels, self.conv_kernel - 1)
+        return MixerState(weight.new_zeros(sizes, dtype=wide), window)
+
+    @torch.no_grad()
+    def idle_log_decay(self) -> Tensor:
+        """log_decay (H, 1) that the heads choose for an input of zero."""
+        return -(self.A_log.exp() * F.softplus(self.dt_bias))[:, None]
+
     def forward(
         self,
         x: Tensor,

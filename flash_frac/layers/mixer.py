@@ -31,6 +31,7 @@ from flash_frac.ops import (
     dilate,
     frac_scan,
     frac_step,
+    mode_log_decay,
 )
 from flash_frac.ops.context_parallel import sharded_scan, window_before
 from flash_frac.ops.control.reference import num_dynamics, split_dynamics
@@ -302,6 +303,22 @@ class FracMixer(RecurrentMixer):
         """
         logits = dyn_logits.to(torch.promote_types(dyn_logits.dtype, torch.float32))
         return split_dynamics(logits, self.dt_bias.to(logits), self.settings)
+
+    def empty_state(self, batch_size: int) -> MixerState:
+        """The state of B sequences without tokens: zeros."""
+        weight = self.conv1d.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        sizes = (batch_size, self.num_heads, self.num_modes, self.head_dim)
+        window = (batch_size, self.num_heads * self.head_dim, self.conv_kernel - 1)
+        return MixerState(weight.new_zeros(sizes, dtype=wide), weight.new_zeros(window))
+
+    @torch.no_grad()
+    def idle_log_decay(self) -> Tensor:
+        """log_decay (H, M) that the heads choose for an input of zero, float32 or wider."""
+        weight = self.conv1d.weight
+        dyn = self.dynamics(self.dyn_proj(weight.new_zeros(1, weight.shape[0]))[0])
+        log_tau = self.base_log_tau.to(dyn.delta.dtype)
+        return mode_log_decay(dyn, log_tau, rho_eps=self.settings.rho_eps)
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
         """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""

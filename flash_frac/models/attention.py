@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
+from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.configuration import FracConfig
 
 
@@ -83,6 +84,9 @@ class Attention(Qwen3Attention):
         if lanes is not None:
             hidden_states = hidden_states.view(lanes, -1, given[2])
         q, k, v = self.project(hidden_states, position_embeddings, query_scale)
+        if isinstance(past_key_values, BufferedCache):
+            y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
+            return self.o_proj(y.reshape(*given[:2], -1)), None
         if gather is not None:
             k, v = gather(torch.cat([k, v], -1), self.sliding_window).chunk(2, -1)
         if past_key_values is not None:
@@ -127,9 +131,10 @@ class AttentionBlock(GradientCheckpointingLayer):
     def __init__(self, config: FracConfig, attention_config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(attention_config, layer_idx)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # In the order of Qwen3's layers, by which files of older streams know their model.
         width = config.mlp_width(layer_idx)
         self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.mlp is not None:
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import Cache
 
 from flash_frac.models.attention_inputs import AttentionInputs, StaticAttentionInputs
+from flash_frac.models.buffered_inputs import BufferedAttentionInputs
+from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.cache import FracStaticCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.context_attention import ContextAttentionInputs
@@ -41,4 +43,6 @@ def attention_inputs(
         return LaneAttentionInputs(*inputs)
     if group is not None:
         return ContextAttentionInputs(*inputs, group=group)
+    if isinstance(cache, BufferedCache):
+        return BufferedAttentionInputs(*inputs)
     return AttentionInputs(*inputs)

@@ -7,82 +7,14 @@ Reordering beams, resetting and offloading are its work. W is the window of slid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from flash_frac.layers import MixerState
-
-
-@dataclass(frozen=True)
-class AttentionMemory:
-    """What the attention layers of a mixed model remember. Nothing writes to its tensors.
-
-    Attributes:
-        layers: by number of the layer, keys and values (B, heads, S, channels) of the last S
-            columns of `real`; sliding layers keep fewer. None of a layer that has read nothing.
-        real: (B, T), False at padding, which no query sees.
-        before: (B,), real tokens before those of `real`; zeros if None.
-    """
-
-    layers: dict[int, tuple[Tensor, Tensor]]
-    real: Tensor
-    before: Tensor | None = None
-
-    def select(self, rows: Sequence[int]) -> AttentionMemory:
-        """The sequences at `rows`, in that order, without the tokens that are padding in all."""
-        index = torch.as_tensor(rows, device=self.real.device)
-        real = self.real[index]
-        kept = real.any(0)
-
-        def part(x: Tensor) -> Tensor:
-            columns = kept[len(kept) - x.shape[2] :].to(x.device)
-            return x[index.to(x.device)][:, :, columns]
-
-        layers = {n: (part(keys), part(values)) for n, (keys, values) in self.layers.items()}
-        before = None if self.before is None else self.before[index]
-        return AttentionMemory(layers, real[:, kept], before)
-
-    @staticmethod
-    def cat(memories: Sequence[AttentionMemory]) -> AttentionMemory:
-        """One batch of all sequences, the shorter ones behind padding."""
-        longest = max(memory.real.shape[1] for memory in memories)
-        real = [F.pad(x.real, (longest - x.real.shape[1], 0)) for x in memories]
-        known = next((memory.layers for memory in memories if memory.layers), {})
-
-        def joined(n: int, part: int) -> Tensor:
-            blank = known[n][part][:1, :, :0]
-            each = [
-                x.layers[n][part] if x.layers else blank.expand(len(x.real), -1, -1, -1)
-                for x in memories
-            ]
-            most = max(x.shape[2] for x in each)
-            return torch.cat([F.pad(x, (0, 0, most - x.shape[2], 0)) for x in each])
-
-        before = None
-        if any(memory.before is not None for memory in memories):
-            before = torch.cat(
-                [
-                    x.real.new_zeros(len(x.real), dtype=torch.long)
-                    if x.before is None
-                    else x.before
-                    for x in memories
-                ]
-            )
-        layers = {n: (joined(n, 0), joined(n, 1)) for n in known}
-        return AttentionMemory(layers, torch.cat(real), before)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(x.nbytes for pair in self.layers.values() for x in pair)
-
 
 CANNOT_CROP = (
     "tokens cannot be removed from the cache of a Frac model (crop), as assisted decoding does "
@@ -214,46 +146,19 @@ class FracCache(DynamicCache):
         needed = (real & (later < self.window)).any(0)
         return int(num - needed.int().argmax()) if bool(needed.any()) else 0
 
-    def memory(self, batch_size: int) -> AttentionMemory:
-        """What the attention layers remember of B sequences, in the memory of the cache."""
-        layers: dict[int, Any] = {n: self.layers[n] for n in self.attention_layers}
-        held = {n: (x.keys, x.values) for n, x in layers.items() if x.get_seq_length()}
-        real, before = self.real, self.before
-        if real is None:
-            length = self.num_held if self.attention_layers else 0
-            device = next((keys.device for keys, _ in held.values()), None)
-            real = torch.ones(batch_size, length, dtype=torch.bool, device=device)
-            if self.attention_layers and length < self.num_tokens:
-                before = real.new_full((batch_size,), self.num_tokens - length, dtype=torch.long)
-        return AttentionMemory(held, real, before)
-
-    def set_memory(self, memory: AttentionMemory) -> None:
-        """Let the attention layers remember this, in the same memory, and nothing else."""
-        self.forget()
-        for n, (keys, values) in memory.layers.items():
-            layer: Any = self.layers[n]
-            layer.lazy_initialization(keys, values)
-            # Not by update, which would copy them; no layer of this kind writes to its tensors.
-            layer.keys, layer.values = keys, values
-        before = memory.before
-        self.num_tokens = memory.real.shape[1] + (0 if before is None else int(before.max()))
-        alike = before is None or bool((before == before.max()).all())
-        if not (alike and bool(memory.real.all())):
-            self.real, self.before = memory.real, before
-
     def unpack(self, cu_seqlens: Tensor) -> None:
         """Make a batch of the N sequences packed in one row, the shorter ones behind padding."""
-        packed = self.memory(1)
-        ends = cu_seqlens.to(packed.real.device, torch.long)
+        ends = cu_seqlens.long()
         begins, ends = ends[:-1, None], ends[1:, None]
-        longest = int((ends - begins).max())
-        columns = ends - longest + torch.arange(longest, device=ends.device)
-        rows = columns.clamp_min(0)
-        layers = {
-            n: (keys[0][:, rows].transpose(0, 1), values[0][:, rows].transpose(0, 1))
-            for n, (keys, values) in packed.layers.items()
-        }
-        self.set_memory(AttentionMemory(layers, columns >= begins))
+        self.num_tokens = int((ends - begins).max())
+        columns = ends - self.num_tokens + torch.arange(self.num_tokens, device=ends.device)
+        real = columns >= begins
+        self.real = None if bool(real.all()) else real
+        for n in self.attention_layers:
+            layer: Any = self.layers[n]
+            rows = columns.clamp_min(0).to(layer.keys.device)
+            layer.keys = layer.keys[0][:, rows].transpose(0, 1)
+            layer.values = layer.values[0][:, rows].transpose(0, 1)
 
 
 class FracStaticCache(StaticCache):

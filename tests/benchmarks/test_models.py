@@ -67,6 +67,12 @@ def test_parts_alone(run, capsys):
     assert "left out" not in capsys.readouterr().out
 
 
+def test_decoding_after_a_prompt_of_another_length(run):
+    options = ["--prompt", "9", "--batches", "1"]
+    rows = run(model, "--parts", "decode", "--no-peers", *options)
+    assert [(row["pass"], row["B"], row["T"]) for row in rows] == [("decode", "1", "9")] * 2
+
+
 def test_streams(run):
     rows = run(stream)
     assert [row["pass"] for row in rows] == ["save", "load", "stream"]

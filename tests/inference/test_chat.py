@@ -78,8 +78,9 @@ def test_an_interrupt_keeps_what_was_written(checkpoint):
     assert "".join(written + rest) == "".join(whole)
 
 
-def test_a_conversation_can_be_undone(checkpoint):
-    stream = open_stream(checkpoint)
+@pytest.mark.parametrize("mixer_types", [["frac"], ["delta", "attention"]])
+def test_a_conversation_can_be_undone(tmp_path, mixer_types):
+    stream = open_stream(make_checkpoint(tmp_path, mixer_types=mixer_types))
     said = []
     lines = iter(["/back", "one", "two", "/back", "two"])
 

@@ -13,22 +13,44 @@ from torch import nn
 
 from flash_frac.inference import FracStream, Generator, SamplingSettings, generator, graphs
 from flash_frac.inference.graphs import Graph
+from flash_frac.models import buffers
 from tests.inference.conftest import assert_same, take
 from tests.inference.tape import Tape
 from tests.models.conftest import make_model
+from tests.models.hybrids import make_kind
 
-DEVICES = ["tape", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Of KINDS: with shared heads, with a temperature, with rings, and with all mixers.
+MIXED = ["attention", "no positions", "sliding", "all"]
+DEVICES = {"tape": [], "cuda": [pytest.mark.gpu]}
 
 
-@pytest.fixture(params=DEVICES)
+def made_of(kinds):
+    """Models by name in KINDS, None for the paper's, on all devices."""
+    return [
+        pytest.param((device, kind), id=f"{device}-{kind or 'frac'}", marks=marks)
+        for device, marks in DEVICES.items()
+        for kind in kinds
+    ]
+
+
+@pytest.fixture(params=made_of([None]))
 def model(request, monkeypatch):
-    if request.param == "cuda":
+    device, kind = request.param
+    made = make_model(torch.float32) if kind is None else make_kind(kind, torch.float32)
+    # Mixed models go through several sizes of buffers.
+    monkeypatch.setattr(buffers, "LEAST_ROOM", 8)
+    if device == "cuda":
         # A fixture sets it back; memory that nobody has written stays NaN.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        return make_model(torch.float32).cuda()
+        return made.cuda()
     monkeypatch.setattr(graphs, "Graph", Tape)
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
-    return make_model(torch.float32)
+    return made
+
+
+def over(*kinds):
+    """Run a test for models of these kinds."""
+    return pytest.mark.parametrize("model", made_of(kinds), indirect=True)
 
 
 @pytest.fixture
@@ -323,6 +345,31 @@ def test_generator(model, ids, recorded, without, monkeypatch, sampling, ending)
     assert torch.equal(made.generate(ids[:1], max_new_tokens=10), free[:1])
 
 
+@over(*MIXED)
+def test_generator_of_mixed_models(model, ids, recorded, without, monkeypatch):
+    """Prompts in pieces, padded and not, and buffers that grow: all as without graphs."""
+    monkeypatch.setattr(generator, "PIECE", 32)
+    ids = ids.to(model.device)
+    mask = torch.ones_like(ids)
+    mask[1, :17], mask[2, :39] = 0, 0
+    calls = [
+        {"input_ids": ids, "max_new_tokens": 3},
+        {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3},
+        {"input_ids": ids, "max_new_tokens": 10},
+    ]
+    plain = without(lambda: [Generator(model).generate(**call) for call in calls])
+    del recorded[:]
+    made, numbers = Generator(model), []
+    for _ in range(3):
+        for call, tokens in zip(calls, plain, strict=True):
+            assert torch.equal(made.generate(**call), tokens)
+        numbers.append(len(recorded))
+    # Two pieces of prompts, with a mask and without, and a token for each size that is read.
+    sizes = {48, 56} if "attention" in model.config.mixer_types else {7}
+    assert numbers[0] < numbers[1] == numbers[2]
+    assert sum(graph() is not None for graph in recorded) == 4 + len(sizes)
+
+
 def test_long_prompts_are_not_recorded(model, ids, recorded, monkeypatch):
     monkeypatch.setattr(generator, "LONGEST_RECORDED", 20)
     made = Generator(model)
@@ -362,8 +409,10 @@ def test_nothing_outlives_the_generator(model, ids, recorded):
         gc.enable()
 
 
+@over(None, "all")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 20, "seed": 1}])
-def test_generate(model, ids, recorded, without, options):
+def test_generate(model, ids, recorded, without, monkeypatch, options):
+    monkeypatch.setattr(buffers, "LEAST_ROOM", 256)
     stream = FracStream(model, batch_size=3).feed(ids)
     other = stream.fork()
     expected = without(take, other, 12, **options)
@@ -412,6 +461,7 @@ def moments(stream, ids, path):
     yield FracStream.cat([loaded, stream.select([2, 0])])
 
 
+@over(None, *MIXED)
 def test_all_ways_through(model, ids, without, tmp_path):
     one = list(moments(FracStream(model, batch_size=3), ids, tmp_path / "one"))
     stream = FracStream(model, batch_size=3)
@@ -421,8 +471,10 @@ def test_all_ways_through(model, ids, without, tmp_path):
         assert_same(mine, theirs)
 
 
-def test_sequences_that_end(model, ids, recorded, without):
+@over(None, "attention")
+def test_sequences_that_end(model, ids, recorded, without, monkeypatch):
     """Those that go on are read with a mask, recorded for itself."""
+    monkeypatch.setattr(buffers, "LEAST_ROOM", 256)
     stream = FracStream(model, batch_size=3).feed(ids)
     other = stream.fork()
     free = take(stream.fork(), 20)
@@ -436,9 +488,11 @@ def test_sequences_that_end(model, ids, recorded, without):
         assert_same(stream.feed(part), without(other.feed, part))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize("number", [2, 3, 6])
+@over(None, "all")
+@pytest.mark.parametrize(
+    ("error", "done", "number"),
+    [(KeyboardInterrupt, False, 2), (KeyboardInterrupt, True, 3), (MemoryError, True, 6)],
+)
 def test_interrupted(model, ids, without, monkeypatch, error, done, number):
     """In a recorded step, before its work or after it: the token was not read."""
     stream, call = FracStream(model).feed(ids[0]), Graph.__call__
@@ -508,12 +562,14 @@ def test_nothing_outlives_the_stream(model, ids, recorded):
 
 @both
 def test_models_that_are_not_recorded(ids, recorded, monkeypatch, make):
-    """On a CPU, with attention layers, with tensors of other kinds."""
+    """On a CPU, with tensors of other kinds, with positions that depend on the length."""
 
     class Kind(nn.Parameter):
         pass
 
-    plain, hybrid, kind = make_model(), make_model(attention_layers=[1]), make_model()
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    hybrid = make_model(attention_layers=[1], attention_rope_parameters=rope)
+    plain, kind = make_model(), make_model()
     kind.model.norm.weight.__class__ = Kind
     runs = [make(plain, ids)]
     monkeypatch.setattr(graphs, "Graph", Tape)

@@ -59,7 +59,7 @@ def checkpoint(request, tmp_path_factory):
         initializer_range=0.6,
         # Slow steps, or an answer would not depend on words before the last.
         frac_dt_max=0.05,
-        attention_layers=[1] if request.param == "hybrid" else None,
+        mixer_types=["delta", "attention"] if request.param == "hybrid" else None,
         eos_token_id=None,
     )
     FracForCausalLM(config).save_pretrained(folder)

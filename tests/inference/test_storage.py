@@ -1,14 +1,17 @@
 """Streams in files: what was saved comes back to the bit, and nothing else comes back at all."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flash_frac.inference import FracStream
+from flash_frac.inference import FracStream, storage
 from flash_frac.inference.storage import fingerprint
 from tests.inference.conftest import assert_same, take
 from tests.models.conftest import make_model
+from tests.models.hybrids import close, make_hybrid
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -105,3 +108,58 @@ def test_fingerprint_follows_the_weights(model):
     model.lm_head.weight.data = model.lm_head.weight * 2
     seen.add(fingerprint(model)["weights"])
     assert len(seen) == 3
+
+
+MIXED = {"mixer_types": ["frac", "attention"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "problem"),
+    [
+        (
+            {"attention_layers": [1, 3]},
+            {"attention_layers": [0, 3]},
+            r"attention_layers is \[1, 3\] there and \[0, 3\] here",
+        ),
+        (MIXED, {**MIXED, "attention_positions": "none"}, "is rope there and none here"),
+        ({**MIXED, "attention_temperature_length": 8}, MIXED, "length is 8 there and None here"),
+        ({**MIXED, "mlp_intermediate_size": 24}, MIXED, "intermediate_size is 24 there and None"),
+        (
+            {**MIXED, "mixer_types": ["frac", "sliding_attention"], "sliding_window": 7},
+            {**MIXED, "mixer_types": ["frac", "sliding_attention"], "sliding_window": 8},
+            "sliding_window is 7 there and 8 here",
+        ),
+        (
+            {**MIXED, "mixer_types": ["frac", "sliding_attention"], "sliding_window": 7},
+            {**MIXED, "mixer_types": ["attention", "sliding_attention"], "sliding_window": 7},
+            r"mixer_types is \['frac', 'sliding_attention', .* there and \['attention'",
+        ),
+    ],
+)
+def test_files_of_other_mixed_models(tmp_path, there, here, problem):
+    sizes = {"num_hidden_layers": 4}
+    path = tmp_path / "a.stream"
+    FracStream(make_model(**{**sizes, **there})).feed([3, 4]).save(path)
+    with pytest.raises(ValueError, match=problem):
+        FracStream.load(path, make_model(**{**sizes, **here}))
+
+
+def test_older_files_of_hybrid_models(tmp_path, ids):
+    """They had padding between keys, which `real` told apart, and one setting left out."""
+    model, path = make_hybrid(), tmp_path / "a.stream"
+    lengths = (40, 20, 10)
+    stream = FracStream(model, batch_size=3)
+    stream.feed([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]).save(path)
+    facts, tensors = storage._read_file(path)
+    real = torch.arange(40) >= 40 - torch.tensor(lengths)[:, None]
+    for name, x in tensors.items():
+        if name.endswith(("keys", "values")):
+            rows = [x[n].roll(40 - length, 1) for n, length in enumerate(lengths)]
+            tensors[name] = torch.stack(rows)
+    settings = json.loads(facts["settings"]) | {"attention_intermediate_size": None}
+    older = facts | {"settings": json.dumps(settings)}
+    storage._write_file(path, older, tensors | {"real": real})
+    loaded = FracStream.load(path, model)
+    assert_same(loaded, stream)
+    more = [[5], [6, 7], [8]]
+    close(loaded.feed(more).logits, stream.feed(more).logits)

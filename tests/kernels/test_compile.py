@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 import flash_frac.ops
 from flash_frac.ops import ControlSettings, backends
 from flash_frac.ops.arithmetic import INTERPRETED
+from flash_frac.ops.attention.triton import attend_step_op
 from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
 from flash_frac.ops.conv.triton import conv_backward_op, conv_op
 from flash_frac.ops.decode.triton import (
@@ -159,10 +160,17 @@ def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
     norm_swiglu_op.kernel(x, weight, weight, empty(size), 1e-6)
 
 
+def attend(dtype, *, heads=H, key_heads=4, columns=4096, channels=128):
+    keys = empty(2, key_heads, columns, channels, dtype=dtype)
+    positions = torch.zeros(2, dtype=torch.int64)
+    attend_step_op.kernel(empty(2, heads, channels, dtype=dtype), keys, keys, positions, 0.1)
+
+
 # As in training and decoding with the published models; then what that leaves out: packed
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
 USUAL |= {"swiglu": swiglu, "decode": decode, "delta": delta, "delta decode": delta_decode}
+USUAL |= {"attend": attend}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -174,6 +182,7 @@ OTHER = {
     "decode": lambda dtype: decode(dtype, REST, taps=1, modes=31, channels=5),
     "delta": lambda dtype: delta(dtype, packed=True, keys=128, channels=256),
     "delta decode": lambda dtype: delta_decode(dtype, keys=128, channels=256),
+    "attend": lambda dtype: attend(dtype, heads=3, key_heads=3, columns=7, channels=200),
 }
 
 

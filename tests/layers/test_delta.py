@@ -94,6 +94,19 @@ def test_a_step_in_place_is_a_step(mixer):
     assert not mixer.steps_in_place(x, norm)
 
 
+@torch.no_grad()
+def test_states_without_tokens_and_without_input(mixer):
+    """An empty state is none, and fades as the recurrence does for an input of zero."""
+    x = normal(mixer, 2, 3, E)
+    y, state = mixer(x)
+    again, _ = mixer(x, state=mixer.empty_state(2))
+    torch.testing.assert_close(again, y, rtol=1e-5, atol=1e-6)
+    assert [x.shape for x in state] == [x.shape for x in mixer.empty_state(2)]
+    assert [x.dtype for x in state] == [x.dtype for x in mixer.empty_state(2)]
+    log_decay = mixer.scan_inputs(torch.zeros_like(x), state=state).log_decay
+    torch.testing.assert_close(mixer.idle_log_decay()[:, 0].expand_as(log_decay), log_decay)
+
+
 def test_causality(mixer):
     x, changed = (normal(mixer, 2, 40, E) for _ in range(2))
     changed[:, :33] = x[:, :33]

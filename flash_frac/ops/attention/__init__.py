@@ -1,0 +1,1 @@
+"""Attention of one token to keys and values in buffers, for decoding."""
