@@ -183,7 +183,8 @@ def layer_cases(groups):
     mixed, empty = "all", DOCUMENTS["all kinds, and empty ones"]
     results |= {
         f"{mixed}: empty": model_errors(group, empty, kind=mixed, checkpointing=True),
-        f"{mixed}: uneven": model_errors(group, None, kind=mixed, length=30),
+        # Slices of more than two windows.
+        f"{mixed}: uneven": model_errors(group, None, kind=mixed, length=30, sliding_window=3),
         # Its softmax is float32.
         "logits: of eager attention 4": model_errors(
             group, None, kind="transformer", attn_implementation="eager"
