@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_frac.inspect.fits import Fit, Stretch, fit_exponential, fit_power_law
-    from flash_frac.inspect.report import (
+    from flash_frac.inspect.records import (
+        Distances,
         Distribution,
         HeadReport,
         LayerReport,
         MemoryReport,
-        inspect_model,
     )
+    from flash_frac.inspect.report import inspect_model
     from flash_frac.inspect.response import Horizon, horizon, impulse_response, log_spaced_lags
     from flash_frac.inspect.statistics import (
         LayerStatistics,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from flash_frac.inspect.write import inspect_checkpoint, write_report
 
 __all__ = [
+    "Distances",
     "Distribution",
     "Fit",
     "HeadReport",
@@ -51,10 +53,14 @@ __all__ = [
     "write_report",
 ]
 
+_PARTS = ("statistics", "fits", "response", "records", "report", "write")
+
 
 def __getattr__(name: str) -> Any:
     # Each part is loaded when it is first used: training needs the statistics and not the page.
-    for part in ("statistics", "fits", "response", "report", "write") if name in __all__ else ():
+    for part in (
+        ("statistics", "fits", "response", "records", "report", "write") if name in __all__ else ()
+    ):
         module = import_module(f"flash_frac.inspect.{part}")
         if hasattr(module, name):
             return getattr(module, name)

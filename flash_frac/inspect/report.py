@@ -1,140 +1,39 @@
 """What every head of a model does with its memory along a text, as numbers.
 
-    MemoryReport -> LayerReport -> HeadReport -> Distribution, Fit (and its Stretch), Horizon
-
-`MemoryReport.as_dict()` is what `report.json` holds: the attributes below by their names.
-Letters: B batch, T time, H heads, M modes, L lags.
+Frac layers are measured here, those that find tokens by content in `content.py`.
+Letters: B batch, T time, E width, H heads, M modes, L lags.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flash_frac.inspect.fits import Fit, better, fit_exponential, fit_power_law
+from flash_frac.inspect.content import ByDistance, attention_by_distance, delta_by_distance
+from flash_frac.inspect.fits import better, fit_exponential, fit_power_law
+from flash_frac.inspect.records import (
+    QUANTILES,
+    HeadReport,
+    LayerReport,
+    MemoryReport,
+    distributions,
+)
 from flash_frac.inspect.response import (
-    Horizon,
     horizon,
     impulse_response,
     log_spaced_lags,
     source_positions,
 )
 from flash_frac.inspect.statistics import check_model, check_tokens, visit_layers
-from flash_frac.layers import FracMixer
+from flash_frac.layers import DeltaMixer, FracMixer
+from flash_frac.models.attention import Attention
 from flash_frac.ops import Controls, Dynamics, mode_log_decay
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-NUM_BINS = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """Of one quantity of a head over tokens (and modes): quantiles, and a histogram in log bins.
-
-    Attributes:
-        quantiles: at 5, 25, 50, 75 and 95%.
-        counts: (40,) how many lie in each bin; the edges are the layer's, in `LayerReport.edges`.
-    """
-
-    quantiles: list[float]
-    counts: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadReport:
-    """The memory of one head.
-
-    Attributes:
-        distributions: of "delta", "alpha", "lambda" over tokens, and of "timescale", that is
-            tau_m / (Δ λ^(1/α)) in tokens, over tokens and modes.
-        response: (L,) R(n) at the report's lags, lag 0 first.
-        power, exponential: the best of each law over lags of 1 and more, or None.
-        better: the kind of the one that is closer, or None.
-        horizon: how far the response reaches.
-        read, write: (M,) mean weight of each mode; write has the factor 1 - ρ in it.
-        read_share, write_share: (M,) the same, as shares of their sum.
-        clamped_fast, clamped_slow: of all (token, mode), the share with ρ on its lower bound
-            rho_eps, and on its upper bound 1 - rho_eps.
-    """
-
-    distributions: dict[str, Distribution]
-    response: list[float]
-    power: Fit | None
-    exponential: Fit | None
-    better: str | None
-    horizon: Horizon
-    read: list[float]
-    write: list[float]
-    read_share: list[float]
-    write_share: list[float]
-    clamped_fast: float
-    clamped_slow: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerReport:
-    """The memory of one layer: its heads, and the same of the mean of their responses.
-
-    Attributes:
-        number: its position in the model, from 0; attention layers count.
-        tau: (M,) timescales of the bank, in tokens.
-        edges: (41,) edges of the log bins of each distribution, by name.
-        distributions: as in `HeadReport`, over all heads.
-        response, power, exponential, better, horizon: as in `HeadReport`, of the mean response.
-        clamped_fast, clamped_slow: means over heads.
-        heads: one report each.
-    """
-
-    number: int
-    tau: list[float]
-    edges: dict[str, list[float]]
-    distributions: dict[str, Distribution]
-    response: list[float]
-    power: Fit | None
-    exponential: Fit | None
-    better: str | None
-    horizon: Horizon
-    clamped_fast: float
-    clamped_slow: float
-    heads: list[HeadReport]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """The memory of a model on a text.
-
-    Attributes:
-        name: of the model; text: of what it read.
-        num_rows, num_tokens: B and T of the text.
-        num_parameters: of the model.
-        lags: (L,) n in tokens, lag 0 first.
-        sources: (L,) over how many source tokens of the text each R(n) is a mean.
-        factor: within which a law must be to hold at a lag.
-        quantiles: the levels of the quantiles, ascending.
-        layers: one report for each Frac layer.
-    """
-
-    name: str
-    text: str
-    num_rows: int
-    num_tokens: int
-    num_parameters: int
-    lags: list[int]
-    sources: list[int]
-    factor: float
-    quantiles: list[float]
-    layers: list[LayerReport]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as dictionaries, lists, numbers and text, to 6 digits: `report.json`.
-
-        Example: `report.as_dict()["layers"][0]["heads"][3]["power"]["exponent"]`
-        """
-        return _plain(asdict(self))
+# Decays slower than this are taken as this, so that half-lives are finite.
+_SLOWEST = 1e-12
 
 
 def inspect_model(
@@ -146,10 +45,12 @@ def inspect_model(
     factor: float = 1.25,
     num_lags: int = 64,
     max_sources: int = 4096,
+    max_queries: int = 256,
 ) -> MemoryReport:
     """Measure the memory of every layer and head, from one forward pass without gradients.
 
-    Only one layer's controls, 3 B T H M numbers, are in memory at a time beyond the pass itself.
+    Only one layer's controls, 3 B T H M numbers, or some rows of attention weights are in memory at
+    a time beyond the pass itself.
 
     Args:
         model: a Frac model; of one that is wrapped, the model inside.
@@ -158,7 +59,9 @@ def inspect_model(
         text: name of the text, for the report.
         factor: a law holds at a lag if it is within this factor of the response.
         num_lags: lags at which responses are measured, about.
-        max_sources: source tokens of each row and lag, at most.
+        max_sources: source tokens of each row and lag, at most, in Frac layers.
+        max_queries: tokens of each row whose weights are computed, at most, in attention and delta
+            layers.
 
     Example:
         >>> report = inspect_model(model, ids)
@@ -177,16 +80,40 @@ def inspect_model(
         )
     lags = log_spaced_lags(num_tokens, num_lags=num_lags)
     layers: list[LayerReport] = []
+    types = model.config.mixer_types
 
     def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
         dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
         controls = mixer.controls(inner_x, u)
         response = impulse_response(controls, lags, max_sources=max_sources)
-        layers.append(_layer(layer, mixer, dyn, controls, lags, response, factor))
+        found = _frac_layer(mixer, dyn, controls, lags, response, factor)
+        counts = [len(source_positions(num_tokens, int(n), max_sources)) for n in lags]
+        sources = [len(input_ids) * count for count in counts]
+        layers.append(LayerReport(number=layer, type="frac", sources=sources, **found))
 
-    visit_layers(model, input_ids, visit)
+    def visit_content(layer: int, mixer: Attention | DeltaMixer, x: Tensor, inputs: Any) -> None:
+        measure = _attention_layer if isinstance(mixer, Attention) else _delta_layer
+        weights, found = measure(mixer, x, inputs, max_queries)
+        response, sources = weights.response(lags)
+        heads = [
+            HeadReport(**_laws(lags, response[h], factor), **head)
+            for h, head in enumerate(found.pop("heads"))
+        ]
+        laws = _laws(lags, response.mean(0), factor)
+        layers.append(
+            LayerReport(
+                number=layer,
+                type=types[layer],
+                sources=sources,
+                tau=[],
+                heads=heads,
+                **laws,
+                **found,
+            )
+        )
+
+    visit_layers(model, input_ids, visit, visit_content=visit_content)
     path = [part for part in str(getattr(model, "name_or_path", "")).split("/") if part]
-    counts = [len(source_positions(num_tokens, int(n), max_sources)) for n in lags]
     return MemoryReport(
         name=name or "/".join(path[-2:]) or type(model).__name__,
         text=text,
@@ -194,30 +121,28 @@ def inspect_model(
         num_tokens=num_tokens,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         lags=lags.tolist(),
-        sources=[len(input_ids) * count for count in counts],
         factor=factor,
         quantiles=list(QUANTILES),
         layers=layers,
     )
 
 
-def _layer(
-    number: int,
+def _frac_layer(
     mixer: FracMixer,
     dyn: Dynamics,
     controls: Controls,
     lags: np.ndarray,
     response: np.ndarray,
     factor: float,
-) -> LayerReport:
+) -> dict[str, Any]:
     log_tau = mixer.base_log_tau.detach().double()
-    edges, distributions = _distributions(dyn, log_tau)
+    edges, found = distributions(_logs_of_controls(dyn, log_tau))
     fast, slow = _clamped(mixer, dyn)
     # One pass over each in its own dtype, with float64 sums: a copy would double the memory.
     read, write = (x.mean((0, 1), dtype=torch.float64).cpu().numpy() for x in controls[:2])
     heads = [
         HeadReport(
-            distributions={name: found[h] for name, found in distributions.items()},
+            distributions={name: each[h] for name, each in found.items()},
             **_laws(lags, response[h], factor),
             read=read[h].tolist(),
             write=write[h].tolist(),
@@ -228,16 +153,47 @@ def _layer(
         )
         for h in range(len(response))
     ]
-    return LayerReport(
-        number=number,
-        tau=log_tau.exp().tolist(),
-        edges=edges,
-        distributions={name: found[-1] for name, found in distributions.items()},
+    return {
+        "tau": log_tau.exp().tolist(),
+        "edges": edges,
+        "distributions": {name: each[-1] for name, each in found.items()},
         **_laws(lags, response.mean(0), factor),
-        clamped_fast=float(fast.mean()),
-        clamped_slow=float(slow.mean()),
-        heads=heads,
+        "clamped_fast": float(fast.mean()),
+        "clamped_slow": float(slow.mean()),
+        "heads": heads,
+    }
+
+
+def _attention_layer(
+    attention: Attention, x: Tensor, inputs: dict[str, Any], max_queries: int
+) -> tuple[ByDistance, dict[str, Any]]:
+    """What its heads hold of tokens by distance, and the parts of reports that only it has."""
+    q, k, _ = attention.project(
+        x, inputs.get("position_embeddings"), query_scale=inputs.get("query_scale")
     )
+    weights = attention_by_distance(attention, q, k, max_queries=max_queries)
+    edges, (*each, mean) = weights.distances()
+    heads = [{"distributions": {}, "distances": distances} for distances in each]
+    found = {"edges": {"distance": edges}, "distributions": {}, "distances": mean, "heads": heads}
+    return weights, found
+
+
+def _delta_layer(
+    mixer: DeltaMixer, x: Tensor, inputs: dict[str, Any], max_queries: int
+) -> tuple[ByDistance, dict[str, Any]]:
+    """As of attention; instead of distances, the distributions of its gates."""
+    weights = delta_by_distance(mixer, x, max_queries=max_queries)
+    gates = mixer.scan_inputs(x)
+    rate = (-gates.log_decay.double()).clamp_min(_SLOWEST)
+    values = {"half_life": np.log(2) / rate, "beta": gates.beta.double()}
+    logs = {name: y.log().flatten(0, 1).cpu().numpy() for name, y in values.items()}
+    edges, found = distributions(logs)
+    heads = [
+        {"distributions": {name: each[h] for name, each in found.items()}}
+        for h in range(mixer.num_heads)
+    ]
+    whole = {name: each[-1] for name, each in found.items()}
+    return weights, {"edges": edges, "distributions": whole, "heads": heads}
 
 
 def _laws(lags: np.ndarray, response: np.ndarray, factor: float) -> dict[str, Any]:
@@ -253,33 +209,15 @@ def _laws(lags: np.ndarray, response: np.ndarray, factor: float) -> dict[str, An
     }
 
 
-def _distributions(
-    dyn: Dynamics, log_tau: Tensor
-) -> tuple[dict[str, list[float]], dict[str, list[Distribution]]]:
-    """By name, edges of the log bins, and distributions: of each head, and last of all together."""
+def _logs_of_controls(dyn: Dynamics, log_tau: Tensor) -> dict[str, np.ndarray]:
+    """Logarithms of Δ, α and λ, (tokens, H), and of timescales, (tokens and modes, H)."""
     logs = {
         name: x.double().log().flatten(0, 1).cpu()
         for name, x in zip(("delta", "alpha", "lambda"), dyn, strict=True)
     }
     scale = -logs["delta"] - logs["lambda"] / logs["alpha"].exp()
     logs["timescale"] = (scale[..., None] + log_tau.cpu()).transpose(1, 2).flatten(0, 1)
-    edges, found = {}, {}
-    for name, values in logs.items():
-        low, high = float(values.min()), float(values.max())
-        # A quantity that never changes still gets bins of some width, with it in the middle.
-        margin = max(0.0, 0.05 - (high - low) / 2)
-        bounds = np.linspace(low - margin, high + margin, NUM_BINS + 1)
-        # Rounding must not leave the ends out.
-        bounds[0], bounds[-1] = bounds[0] - 1e-9, bounds[-1] + 1e-9
-        edges[name] = np.exp(bounds).tolist()
-        found[name] = [
-            Distribution(
-                quantiles=np.exp(np.quantile(column, QUANTILES)).tolist(),
-                counts=np.histogram(column, bounds)[0].tolist(),
-            )
-            for column in [*values.T.contiguous().numpy(), values.flatten().numpy()]
-        ]
-    return edges, found
+    return {name: values.numpy() for name, values in logs.items()}
 
 
 def _clamped(mixer: FracMixer, dyn: Dynamics) -> tuple[np.ndarray, np.ndarray]:
@@ -296,14 +234,3 @@ def _clamped(mixer: FracMixer, dyn: Dynamics) -> tuple[np.ndarray, np.ndarray]:
 def _shares(weights: np.ndarray) -> list[float]:
     size = np.abs(weights)
     return (size / max(size.sum(), 1e-300)).tolist()
-
-
-def _plain(value: Any) -> Any:
-    """The same with numbers to 6 digits, and named tuples as dictionaries."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value

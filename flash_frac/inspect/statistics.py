@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flash_frac.layers import FracMixer
+from flash_frac.layers import DeltaMixer, FracMixer
 from flash_frac.models import FracPreTrainedModel
+from flash_frac.models.attention import Attention
 from flash_frac.models.evaluating import evaluating
-from flash_frac.models.modeling import FracBlock
 from flash_frac.ops import ControlSettings, Dynamics, log_prior, mode_log_decay
 
 Visit = Callable[[int, FracMixer, Tensor, Tensor], None]
+VisitContent = Callable[[int, Attention | DeltaMixer, Tensor, dict[str, Any]], None]
+_MIXERS = (FracMixer, DeltaMixer, Attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +80,19 @@ def memory_statistics(
 def layer_numbers(model: nn.Module) -> list[int]:
     """The positions of the Frac layers among all layers of a model, from 0.
 
-    Example: `layer_numbers(model)` of four layers with attention_layers=[1, 3] is [0, 2].
+    Example: `layer_numbers(model)` with mixer_types=["frac", "attention"] twice is [0, 2].
     """
     return list(_mixers(model))
 
 
 def _mixers(model: nn.Module) -> dict[int, FracMixer]:
-    """The Frac layers by their positions; one that is wrapped is found inside."""
-    blocks = [block for block in model.modules() if isinstance(block, FracBlock)]
-    return {
-        block.layer_idx: next(x for x in block.modules() if isinstance(x, FracMixer))
-        for block in blocks
-    }
+    """The Frac layers by their positions."""
+    return {n: x for n, x in _all_mixers(model).items() if isinstance(x, FracMixer)}
+
+
+def _all_mixers(model: nn.Module) -> dict[int, FracMixer | DeltaMixer | Attention]:
+    """One of each layer, by its position; one that is wrapped is found inside."""
+    return dict(enumerate(x for x in model.modules() if isinstance(x, _MIXERS)))
 
 
 def layer_kernel(
@@ -99,7 +102,7 @@ def layer_kernel(
 
     Args:
         model: a Frac model; of one that is wrapped, the model inside.
-        layer: its position in the model, attention layers counted; -1 is the last Frac layer.
+        layer: its position in the model, layers of all types counted; -1 is the last Frac layer.
         lags: n, in tokens, 0 or more.
         input_ids: (B, T), the tokens over which the controls are averaged.
 
@@ -109,7 +112,7 @@ def layer_kernel(
     if lags.ndim != 1 or not (lags >= 0).all():
         raise ValueError(f"lags must be a list of numbers that are 0 or more, got {lags}")
     seen, numbers = _look(model, input_ids, None), layer_numbers(model)
-    if layer not in (-1, *numbers):
+    if layer not in (-1, *numbers) or not numbers:
         raise ValueError(f"layer must be a Frac layer, one of {numbers}, got {layer}")
     masses, log_decay = _modes(seen[-1 if layer == -1 else numbers.index(layer)])
     amplitudes = masses * -torch.expm1(log_decay)
@@ -136,9 +139,16 @@ def check_tokens(input_ids: Tensor) -> None:
 
 
 def visit_layers(
-    model: nn.Module, input_ids: Tensor, visit: Visit, cu_seqlens: Tensor | None = None
+    model: nn.Module,
+    input_ids: Tensor,
+    visit: Visit,
+    cu_seqlens: Tensor | None = None,
+    visit_content: VisitContent | None = None,
 ) -> None:
     """Call visit(layer, mixer, inner_x, u) for every Frac layer in one pass over the tokens.
+
+    And visit_content(layer, mixer, x, inputs) for every delta and attention layer: x (B, T, E) is
+    its input, inputs the other arguments of its call.
 
     layer is its position in the model, as in `layer_numbers`.
     inner_x and u (B, T, I) are the inputs of `dyn_proj` and `rw_proj`, from which `mixer.controls`
@@ -166,9 +176,18 @@ def visit_layers(
         handles.append(mixer.rw_proj.register_forward_pre_hook(keep("u")))
         handles.append(mixer.register_forward_hook(done))
 
+    def watch_content(layer: int, mixer: DeltaMixer | Attention, visit: VisitContent) -> None:
+        def done(module: nn.Module, arguments: Any, inputs: dict[str, Any], output: Any) -> None:
+            visit(layer, mixer, arguments[0], inputs)
+
+        handles.append(mixer.register_forward_hook(done, with_kwargs=True))
+
     try:
-        for layer, mixer in _mixers(model).items():
-            watch(layer, mixer)
+        for layer, mixer in _all_mixers(model).items():
+            if isinstance(mixer, FracMixer):
+                watch(layer, mixer)
+            elif visit_content is not None:
+                watch_content(layer, mixer, visit_content)
         with evaluating(model):
             # The head over the vocabulary costs more than the layers of a small model. It is called
             # nevertheless: a model that is sharded over processes gathers its parts when called.

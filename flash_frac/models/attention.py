@@ -4,15 +4,18 @@ Qwen3, because it is the transformer that the paper compares with: heads of keys
 queries share, norms of queries and keys, and rotary positions. Names and shapes of parameters are
 those of Qwen3's layers. Which kernel computes attention (`attn_implementation`) is Hugging Face's
 choice, or the caller's.
-Letters: B batch, T time, P tokens before, E width.
+Letters: B batch, T time, P tokens before, E width, W window of sliding layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -62,15 +65,55 @@ class Attention(Qwen3Attention):
         past_key_values: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         query_scale: Tensor | None = None,
+        gather: Callable[[Tensor, int | None], Tensor] | None = None,
+        lanes: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E), and the weights (B, heads, T, P + T) if the implementation has them.
 
         Args:
-            attention_mask: in the form that the implementation wants.
+            attention_mask: in the form that the implementation wants; None for none but causality
+                and the window.
             position_embeddings: cosines and sines of rotary positions; None for no positions.
             query_scale: (B or 1, T), factors of the queries; 1 if None.
+            gather: brings keys and values of the ranks before, as far as the window reaches; None
+                if rows are whole.
+            lanes: how many equal parts of one row to read as a batch, each behind its own past.
         """
+        given = hidden_states.shape
+        if lanes is not None:
+            hidden_states = hidden_states.view(lanes, -1, given[2])
+        q, k, v = self.project(hidden_states, position_embeddings, query_scale)
+        if isinstance(past_key_values, BufferedCache):
+            y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
+            return self.o_proj(y.reshape(*given[:2], -1)), None
+        if gather is not None:
+            k, v = gather(torch.cat([k, v], -1), self.sliding_window).chunk(2, -1)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        implementation = self.config._attn_implementation or "eager"
+        attend = partial(
+            ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward),
+            self,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        window, plain = self.sliding_window, attention_mask is None and implementation == "sdpa"
+        if plain and window is not None and needs_blocks(q.shape[2], window):
+            y, weights = attend_in_blocks(attend, q, k, v, window), None
+        else:
+            y, weights = attend(q, k, v, attention_mask)
+        return self.o_proj(y.reshape(*given[:2], -1)), weights
+
+    def project(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        query_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, heads, T, D), keys and values (B, key heads, T, D), as in `forward`."""
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -79,26 +122,7 @@ class Attention(Qwen3Attention):
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if query_scale is not None:
             q = (q * query_scale[:, None, :, None]).to(q.dtype)
-        if isinstance(past_key_values, BufferedCache):
-            y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
-            return self.o_proj(y.reshape(*shape[:2], -1)), None
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation or "eager", eager_attention_forward
-        )
-        y, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.o_proj(y.reshape(*shape[:2], -1)), weights
+        return q, k, v
 
 
 class AttentionBlock(GradientCheckpointingLayer):
@@ -122,6 +146,48 @@ class AttentionBlock(GradientCheckpointingLayer):
         if self.mlp is None:
             return hidden_states
         return add_mlp(hidden_states, self.post_attention_layernorm, self.mlp)
+
+
+def needs_blocks(num_tokens: int, window: int) -> bool:
+    """Whether T tokens are too many for a mask of T x T."""
+    return num_tokens > 2 * window
+
+
+def attend_in_blocks(
+    attend: Callable[..., tuple[Tensor, Any]], q: Tensor, k: Tensor, v: Tensor, window: int
+) -> Tensor:
+    """Attention to the last W tokens, exactly, with memory linear in T; output (B, T, heads, D).
+
+    A block of W queries sees no more than its own keys and those of the block before.
+
+    Args:
+        attend: called with queries, keys, values and a mask; gives (B, T, heads, D) first.
+        q: (B, heads, T, D), more than W of them.
+        k, v: (B, key heads, P + T, D), fewer than W before those of the queries.
+    """
+    num_tokens, num_before = q.shape[2], k.shape[2] - q.shape[2]
+    begin = num_before + window
+    mask = _band(window, begin, window, q.device)
+    first = attend(q[:, :, :window], k[:, :, :begin], v[:, :, :begin], mask)[0]
+    # Padding at the end, which no token before it sees.
+    missing = -num_tokens % window
+    queries = F.pad(q[:, :, window:], (0, 0, 0, missing)).unflatten(2, (-1, window))
+    keys, values = (
+        F.pad(x[:, :, num_before:], (0, 0, 0, missing)).unfold(2, 2 * window, window).mT
+        for x in (k, v)
+    )
+    # Every block is a sequence of the batch.
+    blocks = [x.transpose(1, 2).flatten(0, 1) for x in (queries, keys, values)]
+    rest = attend(*blocks, _band(window, 2 * window, window, q.device))[0]
+    rest = rest.unflatten(0, (q.shape[0], -1)).flatten(1, 2)
+    return torch.cat([first, rest], 1)[:, :num_tokens]
+
+
+def _band(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """(1, 1, queries, keys), True at the last W keys up to each query; the last ones are level."""
+    key = torch.arange(num_keys, device=device)
+    ahead = key - key[num_keys - num_queries :, None]
+    return ((ahead <= 0) & (ahead > -window))[None, None]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from transformers import Cache, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from flash_frac.models.attention import needs_blocks
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.mixers import ATTENTION
@@ -115,14 +116,20 @@ class AttentionInputs:
                 "use 'sdpa'"
             )
         held = self.cache.num_sliding if isinstance(self.cache, FracCache) else 0
-        num = held + self.num_tokens
-        real = None if self.real is None else self.real[:, -num:]
         if "flash" in implementation:
-            return real
-        plain = real is None and self.cu_seqlens is None and num <= window
-        # Causal attention, or one token that sees all.
-        if plain and self.num_tokens in (1, num) and implementation == "sdpa":
-            return None
+            return None if self.real is None else self.real[:, -(held + self.num_tokens) :]
+        return self._mask_by_hand(implementation, held + self.num_tokens, window)
+
+    def _mask_by_hand(self, implementation: str, num: int, window: int) -> Tensor | None:
+        """For sdpa or eager attention, of the last `num` columns; None if it needs no mask."""
+        real = None if self.real is None else self.real[:, -num:]
+        plain = real is None and self.cu_seqlens is None and implementation == "sdpa"
+        # An exported program has one way for all lengths.
+        if plain and not torch.compiler.is_exporting():
+            # Causal attention, one token that sees all, or too many for a mask.
+            short = num <= window and self.num_tokens in (1, num)
+            if short or needs_blocks(self.num_tokens, window):
+                return None
         keys, queries = self._positions[:, None, -num:], self.position_ids[:, :, None]
         column = torch.arange(num, device=keys.device)
         column_of_query = column[-self.num_tokens :, None]
@@ -134,12 +141,7 @@ class AttentionInputs:
             visible = visible & (column - keys == column_of_query - queries)
         # Padding sees itself, because the mean of nothing is not a number.
         visible = (visible | (column == column_of_query))[:, None]
-        if implementation == "eager":
-            low = torch.finfo(self.hidden_states.dtype).min
-            return torch.zeros_like(visible, dtype=self.hidden_states.dtype).masked_fill(
-                ~visible, low
-            )
-        return visible
+        return as_mask(visible, implementation, self.hidden_states.dtype)
 
     def remember(self) -> None:
         """Note in the cache, which has taken keys and values, what is padding."""
@@ -185,6 +187,7 @@ class StaticAttentionInputs(AttentionInputs):
                     "attention_mask beside a static cache must cover all tokens, those before "
                     f"included: expected {seen} columns, got {self.real.shape[1]}"
                 )
+            check_static_padding(config, self.real)
         if position_ids is None and self.real is not None:
             position_ids = self.real.ne(0).cumsum(1)[:, -self.num_tokens :].sub(1).clamp_min(0)
         elif position_ids is None:
@@ -209,6 +212,13 @@ class StaticAttentionInputs(AttentionInputs):
         )
 
 
+def as_mask(visible: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
+    """In the form that sdpa, or eager attention, wants: what is seen, or what is added."""
+    if implementation != "eager":
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
 def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:
     """Factors (B or 1, T) of queries that see more tokens than config says; None if off."""
     length, slope = config.attention_temperature_length, config.attention_temperature_slope
@@ -216,6 +226,19 @@ def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:
         return None
     slope = 1 / math.log(length) if slope is None else slope
     return 1 + slope * ((position_ids + 1) / length).log().clamp_min(0)
+
+
+def check_static_padding(config: FracConfig, mask: Tensor) -> None:
+    """ValueError for padding (B, P + T) that sliding layers of a static cache would take as tokens.
+
+    They keep the last W columns, which hold fewer than W real tokens if padding is among them.
+    """
+    if "sliding_attention" in config.layer_types and bool((mask.ne(0).int().diff(dim=1) < 0).any()):
+        raise ValueError(
+            "attention_mask must have padding on the left only, with a static cache in a model "
+            "with sliding_attention layers, whose window would count it; pad on the left, or leave "
+            "cache_implementation out"
+        )
 
 
 def check_cache(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:

@@ -166,7 +166,7 @@ class FracStaticCache(StaticCache):
 
     Other states have a fixed size anyway; attention layers get room for `max_cache_len` tokens, and
     sliding ones for those of their window. It does not note padding: with some, pass masks of all
-    tokens.
+    tokens; with sliding layers it must be on the left.
 
     Attributes:
         num_tokens: tokens seen, padding included; a tensor, so that a compiled step can count.
@@ -179,6 +179,15 @@ class FracStaticCache(StaticCache):
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # pyright: ignore
         """Tokens seen, padding included."""
         return self.num_tokens
+
+    @property
+    def is_sliding(self) -> list[bool | None]:  # pyright: ignore
+        """By layer; None of layers with a state: masks take their size from the first False."""
+        kinds = [hasattr(layer, "recurrent_states") for layer in self.layers]
+        return [
+            None if has_state else slides
+            for has_state, slides in zip(kinds, super().is_sliding, strict=True)
+        ]
 
     def place(self, device: torch.device) -> None:
         """Count on this device, on which the model runs."""

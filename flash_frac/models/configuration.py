@@ -22,6 +22,7 @@ from flash_frac.models.mixers import (
     check_attention,
     check_delta,
     check_mlp,
+    check_num_layers,
     mixer_types_of,
 )
 from flash_frac.ops import ControlSettings
@@ -61,6 +62,7 @@ class FracConfig(PreTrainedConfig):
         frac_time_dilation: in training, let time pass up to so many times as fast in a sequence, by
             a factor drawn log-uniformly for each; 1 for the usual time. What a model learns on
             short sequences then holds for lags that many times as long (experiments/heavy_tail).
+            Frac and delta layers fade faster by it; attention knows no time and does not change.
         frac_gate_bias_init: constant added to the gate.
         frac_chunk_size: kept for the published checkpoints; results do not depend on it.
         frac_bank: "geometric", the name of an optimised bank, or M increasing timescales.
@@ -202,8 +204,7 @@ class FracConfig(PreTrainedConfig):
             self.mixer_types, attention_layers, self.num_hidden_layers
         )
         check_mlp(self)
-        if self.attention_layers:
-            check_attention(self)
+        check_attention(self)
         if "delta" in self.mixer_types:
             check_delta(self)
 
@@ -234,6 +235,8 @@ class FracConfig(PreTrainedConfig):
                 f"frac_expand has no effect where intermediate_size is stated, here {stated}: "
                 "change intermediate_size instead"
             )
+        if "mixer_types" not in own:
+            check_num_layers(config_dict.get("mixer_types"), own.get("num_hidden_layers"))
         rest = {name: value for name, value in kwargs.items() if name not in own}
         known = {name: value for name, value in config_dict.items() if name not in foreign}
         result = super().from_dict({**known, **own}, **rest)

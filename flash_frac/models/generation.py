@@ -10,6 +10,7 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import logging
 
+from flash_frac.models.attention_inputs import check_static_padding
 from flash_frac.models.cache import CANNOT_CROP, FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 
@@ -75,6 +76,7 @@ class FracGenerationMixin(GenerationMixin):
         masks: dict[str, Tensor | None] = {"linear_attention": None}
         # A token that was just generated is no padding.
         if attention_mask is not None and num_tokens > 1:
+            check_static_padding(config, attention_mask)
             masks["linear_attention"] = attention_mask[:, -num_tokens:]
         makers = {
             "full_attention": create_causal_mask,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from flash_frac.models.fields import check_types, did_you_mean
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ def mixer_types_of(
         types = types[:1]
     if not 1 <= len(types) <= count:
         raise ValueError(
-            f"mixer_types must have from 1 to num_hidden_layers ({count}) entries, got {len(types)}"
+            f"mixer_types must have from 1 to num_hidden_layers ({count}) entries, got "
+            f"{len(types)}; pass one for each layer, or a shorter pattern that repeats"
         )
     expanded = [types[n % len(types)] for n in range(count)]
     if attention_layers is not None:
@@ -61,6 +64,15 @@ def mixer_types_of(
                 f"has attention in layers {found}; leave attention_layers out"
             )
     return expanded
+
+
+def check_num_layers(stored: Sequence[str] | None, count: int | None) -> None:
+    """ValueError if a checkpoint whose layers differ is to have another number of them."""
+    if stored and len(set(stored)) > 1 and count not in (None, len(stored)):
+        raise ValueError(
+            f"num_hidden_layers ({count}) needs mixer_types too, because the {len(stored)} layers "
+            f"of the checkpoint differ: {list(stored)}; pass mixer_types=[...], one for each layer"
+        )
 
 
 def _from_attention_layers(layers: Sequence[int], count: int) -> list[str]:
@@ -82,7 +94,11 @@ def check_mlp(config: FracConfig) -> None:
 
 
 def check_attention(config: FracConfig) -> None:
-    """ValueError unless the fields of attention layers fit each other."""
+    """ValueError unless the fields of attention layers fit each other and the list of layers."""
+    _check_window(config)
+    _check_temperature(config)
+    if not config.attention_layers:
+        return
     heads = config.num_attention_heads
     for name in ("attention_head_dim", "attention_key_value_heads"):
         value = getattr(config, name)
@@ -99,7 +115,6 @@ def check_attention(config: FracConfig) -> None:
             f"{config.attention_key_value_heads}"
         )
     _check_positions(config, config.attention_head_dim or config.hidden_size // heads)
-    _check_window(config)
 
 
 def _check_positions(config: FracConfig, head_dim: int) -> None:
@@ -117,13 +132,30 @@ def _check_positions(config: FracConfig, head_dim: int) -> None:
             f"attention_head_dim must be even, for rotary positions, got {head_dim}; or set "
             "attention_positions='none'"
         )
+    kind = (config.attention_rope_parameters or {}).get("rope_type", "default")
+    if kind not in (kinds := ("default", *ROPE_INIT_FUNCTIONS)):
+        raise ValueError(
+            f"attention_rope_parameters has an unknown rope_type {kind!r}; use one of "
+            f"{', '.join(kinds)}"
+        )
+
+
+def _check_temperature(config: FracConfig) -> None:
     length, slope = config.attention_temperature_length, config.attention_temperature_slope
     if length is not None and length < 2:
         raise ValueError(f"attention_temperature_length must be at least 2, got {length}")
     if slope is not None and length is None:
-        raise ValueError("attention_temperature_slope needs attention_temperature_length")
+        raise ValueError(
+            f"attention_temperature_slope ({slope}) needs attention_temperature_length, the number "
+            "of tokens from which it counts"
+        )
     if slope is not None and slope < 0:
         raise ValueError(f"attention_temperature_slope must be at least 0, got {slope}")
+    if length is not None and "attention" not in (config.mixer_types or []):
+        raise ValueError(
+            f"attention_temperature_length ({length}) needs a layer of type attention in "
+            "mixer_types; leave it out"
+        )
 
 
 def _check_window(config: FracConfig) -> None:
@@ -135,7 +167,8 @@ def _check_window(config: FracConfig) -> None:
         )
     if window is not None and not slides:
         raise ValueError(
-            f"sliding_window ({window}) needs a layer of type sliding_attention in mixer_types"
+            f"sliding_window ({window}) needs a layer of type sliding_attention in mixer_types; "
+            "leave it out"
         )
 
 

@@ -56,9 +56,6 @@ class FracPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = {"FracBlock"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = {  # noqa: RUF012
-        f"mixer.{name}" for name in (*TIME_PARAMETERS, *DELTA_TIME_PARAMETERS)
-    }
     _is_stateful = True
     _can_compile_fullgraph = True
     # Of attention layers.
@@ -69,10 +66,14 @@ class FracPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: FracConfig) -> None:
         super().__init__(config)
-        # FSDP wants to find what is named here.
+        # Of the layers that are there: FSDP wants to find what is named here.
         types = set(config.mixer_types or ())
         self._no_split_modules = {
             "AttentionBlock" if x in ATTENTION else "FracBlock" for x in types
+        }
+        carry_time = {"frac": TIME_PARAMETERS, "delta": DELTA_TIME_PARAMETERS}
+        self._keep_in_fp32_modules_strict = {
+            f"mixer.{name}" for x in types for name in carry_time.get(x, ())
         }
 
     @torch.no_grad()
@@ -98,12 +99,6 @@ class FracPreTrainedModel(PreTrainedModel):
             >>> model.set_context_group(torch.distributed.group.WORLD)
             >>> loss = model(ids, labels=shifted, shift_labels=shifted, num_items_in_batch=n).loss
         """
-        if group is not None and self.config.attention_layers:
-            raise ValueError(
-                "group must be None for a model with attention_layers "
-                f"({self.config.attention_layers}), whose attention would see the tokens of its "
-                "own rank alone; give every rank rows of its own"
-            )
         if group is not None and self.config.frac_time_dilation > 1:
             raise ValueError(
                 "group must be None for a model with frac_time_dilation "
@@ -111,7 +106,7 @@ class FracPreTrainedModel(PreTrainedModel):
                 "a row; set it to 1, or give every rank rows of its own"
             )
         for module in self.modules():
-            if isinstance(module, STATE_MIXERS):
+            if isinstance(module, (*STATE_MIXERS, FracModel)):
                 module.context_group = group
 
 
@@ -124,6 +119,8 @@ class FracModel(FracPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.attention_config = config.attention_config() if config.attention_layers else None
+        if self.attention_config is not None:
+            self.attention_config._attn_implementation = config._attn_implementation
         self.rotary_emb = None
         if self.attention_config is not None and config.attention_positions == "rope":
             self.rotary_emb = FracRotaryEmbedding(self.attention_config)
@@ -132,6 +129,8 @@ class FracModel(FracPreTrainedModel):
         self.layers = nn.ModuleList(self._block(n, x) for n, x in enumerate(self.mixer_types))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        # The ranks that share each row, see `set_context_group`.
+        self.context_group: ProcessGroup | None = None
         self.post_init()
 
     def _block(self, layer_idx: int, mixer_type: str) -> FracBlock | AttentionBlock:
@@ -171,8 +170,9 @@ class FracModel(FracPreTrainedModel):
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
-            elapsed: (B, T), positive: the time before each token, which multiplies its delta; the
-                usual time, 1, if None, or in training what config.frac_time_dilation draws.
+            elapsed: (B, T), positive: the time before each token, by which Frac and delta layers
+                fade, and which attention does not know; the usual time, 1, if None, or in training
+                what config.frac_time_dilation draws.
             kwargs: what transformers and TRL pass to every model: cu_seq_lens_q, cu_seq_lens_k or
                 seq_idx instead of cu_seqlens, and names that mean nothing here (`inputs.UNUSED`).
         """
@@ -218,6 +218,7 @@ class FracModel(FracPreTrainedModel):
                 past_key_values,
                 cu_seqlens,
                 position_ids,
+                self.context_group,
             )
         implementation = "eager" if with_attentions else self.config._attn_implementation
         with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:
@@ -246,8 +247,10 @@ class FracModel(FracPreTrainedModel):
         inputs = {"frac": state_inputs, "delta": state_inputs}
         if attention is not None:
             config: Any = self.attention_config
-            # The caller may choose another one at any time.
-            config._attn_implementation = implementation
+            # The caller may choose another one at any time; a compiled model is to see no change
+            # where there is none.
+            if config._attn_implementation != implementation:
+                config._attn_implementation = implementation
             inputs |= attention.arguments(config, self.rotary_emb)
         states = []
         for block, name in zip(self.layers, self.mixer_types, strict=True):

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from flash_frac.layers import FracMixer
 from flash_frac.models.configuration import FracConfig
-from flash_frac.models.modeling import FracBlock, FracPreTrainedModel
+from flash_frac.models.modeling import FracPreTrainedModel
 from flash_frac.ops import Dynamics, log_prior, mode_log_decay
 from flash_frac.theory.banks import named_bank, resolve_bank
 
@@ -67,7 +67,7 @@ class Regridding(Generic[Model]):
     Attributes:
         model: the new model; the old one is as it was.
         old_tau, new_tau: (M,) and (M',) timescales.
-        layers: the change of each layer's kernels.
+        layers: the change of each Frac layer's kernels.
 
     `str()` of it is a summary to print.
     """
@@ -94,8 +94,14 @@ class Regridding(Generic[Model]):
 
     @property
     def numbers(self) -> list[int]:
-        """The positions of these layers in the model, where attention layers count."""
-        return [x.layer_idx for x in self.model.modules() if isinstance(x, FracBlock)]
+        """The positions of these layers in the model, where those of other types count."""
+        return [n for n, name in enumerate(self.model.config.mixer_types or []) if name == "frac"]
+
+    @property
+    def unchanged(self) -> dict[int, str]:
+        """The types of the layers without a bank, which are as they were, by position."""
+        types = enumerate(self.model.config.mixer_types or [])
+        return {n: name for n, name in types if name != "frac"}
 
     def __str__(self) -> str:
         ends = [f"{len(x)} from {x[0]:g} to {x[-1]:g}" for x in (self.old_tau, self.new_tau)]
@@ -104,6 +110,9 @@ class Regridding(Generic[Model]):
             f"{n:5}  {x.sup_error:.1e}  {x.l2_error:.1e}  {x.scale:5.3f}  {x.shape_error:.1e}"
             for n, x in zip(self.numbers, self.layers, strict=True)
         ]
+        if self.unchanged:
+            rest = ", ".join(f"{n} {name}" for n, name in self.unchanged.items())
+            lines.append(f"unchanged, having no bank: {rest}")
         return "\n".join(lines)
 
 
@@ -120,7 +129,7 @@ def regrid(
     """A copy of a model with other timescales, and the error of its kernels.
 
     Args:
-        model: a Frac model with a fixed bank, any head.
+        model: a Frac model with a fixed bank, any head; of a mixed one, Frac layers change only.
         tau_max, tau_min, num_modes: of a geometric bank; None keeps the model's. The old timescales
             are among the new ones, and the change is small, if the ratio of neighbours stays: with
             tau_min, num_modes = 1 + (M - 1) log(tau_max' / tau_min) / log(tau_max / tau_min).
@@ -183,6 +192,11 @@ def _mixers(model: nn.Module) -> list[FracMixer]:
             "training, or train with a fixed frac_bank"
         )
     mixers = [module for module in model.modules() if isinstance(module, FracMixer)]
+    if not mixers:
+        raise ValueError(
+            "model must have a layer of type frac, whose bank can be changed, got mixer_types="
+            f"{model.config.mixer_types}"
+        )
     for mixer in mixers:
         if type(mixer.rw_proj) is not nn.Linear:
             raise ValueError(

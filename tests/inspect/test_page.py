@@ -46,10 +46,13 @@ def test_a_name_cannot_break_out_of_the_page(report):
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the page was not opened: it needs {MISSING}")
-def test_a_browser_finds_no_error(page_text, tmp_path):
+def test_a_browser_finds_no_error(page_text, mixed_report, tmp_path):
     from playwright.sync_api import sync_playwright
 
     (tmp_path / "index.html").write_text(page_text, encoding="utf-8")
+    mixed = render_page(mixed_report.as_dict())
+    (tmp_path / "mixed.html").write_text(mixed, encoding="utf-8")
+    uses = {"index.html": [use_mouse, use_keyboard], "mixed.html": [use_mixed]}
     errors, requests = [], []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -61,16 +64,17 @@ def test_a_browser_finds_no_error(page_text, tmp_path):
                 page.on("console", lambda message: errors.append(message.text))
                 page.on("pageerror", lambda error: errors.append(str(error)))
                 page.on("request", lambda request: requests.append(request.url))
-                page.goto((tmp_path / "index.html").as_uri())
-                use_mouse(page)
-                use_keyboard(page)
+                for name, use in uses.items():
+                    page.goto((tmp_path / name).as_uri())
+                    for how in use:
+                        how(page)
                 page.set_viewport_size({"width": 700, "height": 800})
                 # Of the page itself only the table may be wider than the window.
                 assert page.evaluate("document.documentElement.scrollWidth") <= 700
         finally:
             browser.close()
     assert not errors
-    assert {url.rsplit("/", 1)[-1] for url in requests} == {"index.html"}
+    assert {url.rsplit("/", 1)[-1] for url in requests} == set(uses)
 
 
 def use_mouse(page):
@@ -124,3 +128,33 @@ def use_keyboard(page):
     page.focus("#layer-on")
     page.keyboard.press("Enter")
     assert page.input_value("#layer") == "1"
+
+
+def use_mixed(page):
+    """Every layer has its type and the charts of that type, and no others."""
+    names = ("Frac", "delta", "sliding attention", "attention")
+    charts = {"#distances-card": (2, 3), "#distributions-card": (0, 1), "#modes-card": (0,)}
+    assert "4 layers (1 Frac, 1 delta, 1 attention, 1 sliding attention)" in page.inner_text(
+        "#about"
+    )
+    for layer, name in enumerate(names):
+        page.select_option("#layer", str(layer))
+        assert page.inner_text("#response-name").endswith(f"mean of all heads, {name}")
+        for card, layers in charts.items():
+            assert page.is_visible(card) == (layer in layers)
+        assert (
+            page.is_visible("#half_life") == (layer == 1) != page.is_visible("#alpha") or layer > 1
+        )
+        assert page.locator("#head option").count() == (4 if layer == 1 else 3)
+        assert name in page.inner_text(f"#table tbody tr >> nth={layer}")
+        assert not re.search("NaN|undefined|Infinity|null", page.inner_html("main"))
+    page.hover("#distances .column >> nth=2")
+    assert page.inner_text("#tip").startswith("distance 2 to 3: ")
+    page.click("#distances-map .cell >> nth=-1")
+    assert page.inner_text("#response-name") == "layer 3, head 1, attention"
+    page.click("#alpha-map .cell >> nth=0")
+    assert page.inner_text("#response-name") == "layer 0, head 0, Frac"
+    page.select_option("#layer", "1")
+    page.select_option("#head", "2")
+    page.click("#layer-back")
+    assert page.input_value("#head") == "1"

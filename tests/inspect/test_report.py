@@ -18,8 +18,8 @@ from flash_frac.inspect import (
     memory_statistics,
     write_report,
 )
+from flash_frac.inspect.figures import draw_layer
 from flash_frac.inspect.statistics import visit_layers
-from flash_frac.inspect.write import draw_layer
 from flash_frac.models import FracConfig, FracForCausalLM, regrid
 from tests.tiny import tiny_config
 
@@ -81,7 +81,8 @@ def test_the_mean_response_is_that_of_the_heads(report):
     for layer in report.layers:
         heads = np.mean([head.response for head in layer.heads], 0)
         np.testing.assert_allclose(layer.response, heads)
-    assert report.lags[0] == 0 and report.sources[:2] == [192, 190] and report.num_rows == 2
+    assert report.lags[0] == 0 and report.num_rows == 2
+    assert all(layer.sources[:2] == [192, 190] for layer in report.layers)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,14 @@ def test_written_report_is_complete_and_finite(report, tmp_path):
         "index.html",
         "alpha.svg",
         "horizon.svg",
+        "responses.svg",
         "layer_00.svg",
         "layer_01.svg",
     }
     assert {path.name for path in page.parent.iterdir()} == names
     data = json.loads((page.parent / "report.json").read_text())
     assert data == report.as_dict() and all(math.isfinite(number) for number in numbers(data))
-    assert len(data["layers"]) == 2 and len(data["sources"]) == len(data["lags"])
+    assert len(data["layers"]) == 2 and len(data["layers"][0]["sources"]) == len(data["lags"])
     head = data["layers"][1]["heads"][1]
     assert len(head["response"]) == len(data["lags"]) and len(head["read"]) == 5
     assert set(head["horizon"]) == {"half", "ninety", "mean", "last_half"}
@@ -145,28 +147,56 @@ def test_errors_name_the_remedy():
         inspect_model(model, tokens, factor=0.9)
 
 
-def test_layers_have_their_numbers_in_the_model(tmp_path):
-    """In a hybrid model too: what the configuration calls layer 2 is layer 2 everywhere."""
-    hybrid = FracForCausalLM(tiny_config(num_hidden_layers=4, attention_layers=[1, 3]))
+def test_layers_have_their_numbers_in_the_model():
+    """In a mixed model too: what the configuration calls layer 2 is layer 2 everywhere."""
+    types = ["frac", "attention", "frac", "delta"]
+    mixed = FracForCausalLM(tiny_config(num_hidden_layers=4, mixer_types=types))
     tokens = torch.randint(3, 200, (1, 64))
-    report = inspect_model(hybrid, tokens)
-    assert layer_numbers(hybrid) == [layer.number for layer in report.layers] == [0, 2]
+    report = inspect_model(mixed, tokens)
+    assert [(layer.number, layer.type) for layer in report.layers] == list(enumerate(types))
+    assert layer_numbers(mixed) == [0, 2]
     numbers = []
-    visit_layers(hybrid, tokens, lambda n, mixer, inner_x, u: numbers.append((n, mixer)))
-    assert numbers == [(n, hybrid.model.layers[n].mixer) for n in (0, 2)]
+    visit_layers(mixed, tokens, lambda n, mixer, inner_x, u: numbers.append((n, mixer)))
+    assert numbers == [(n, mixed.model.layers[n].mixer) for n in (0, 2)]
     lags = np.arange(5)
-    last = layer_kernel(hybrid, -1, lags, tokens)
-    assert np.array_equal(layer_kernel(hybrid, 2, lags, tokens), last)
+    last = layer_kernel(mixed, -1, lags, tokens)
+    assert np.array_equal(layer_kernel(mixed, 2, lags, tokens), last)
     with pytest.raises(ValueError, match=r"layer must be a Frac layer, one of \[0, 2\], got 1"):
-        layer_kernel(hybrid, 1, lags, tokens)
-    write_report(report, tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("layer_*")) == [
-        "layer_00.svg",
-        "layer_02.svg",
-    ]
-    assert "Memory of layer 2" in (tmp_path / "layer_02.svg").read_text()
-    table = str(regrid(hybrid, num_modes=8)).splitlines()[2:]
+        layer_kernel(mixed, 1, lags, tokens)
+    table = str(regrid(mixed, num_modes=8)).splitlines()[2:-1]
     assert [int(line.split()[0]) for line in table] == [0, 2]
+
+
+def test_a_mixed_report_is_complete_and_finite(mixed_report, tmp_path):
+    write_report(mixed_report, tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data == mixed_report.as_dict() and all(math.isfinite(x) for x in numbers(data))
+    frac, delta, sliding, full = data["layers"]
+    assert [len(layer["heads"]) for layer in data["layers"]] == [2, 3, 2, 2]
+    assert set(frac["distributions"]) == {"delta", "alpha", "lambda", "timescale"}
+    assert set(delta["distributions"]) == set(delta["edges"]) == {"half_life", "beta"}
+    assert delta["tau"] == [] and delta["clamped_fast"] is None and delta["distances"] is None
+    for layer in (sliding, full):
+        assert layer["distributions"] == {} and layer["heads"][0]["read"] is None
+        assert len(layer["edges"]["distance"]) == len(layer["distances"]["shares"]) + 1
+        for part in (layer, *layer["heads"]):
+            assert sum(part["distances"]["shares"]) == pytest.approx(1, rel=1e-5)
+    assert sliding["distances"]["beyond"] == {"16": 0, "64": 0}
+    assert full["distances"]["beyond"]["16"] > 0.2
+    texts = [path.read_text() for path in sorted(tmp_path.glob("layer_*.svg"))]
+    assert len(texts) == 4 and all(text.rstrip().endswith("</svg>") for text in texts)
+    for n, name in enumerate(("", ", delta", ", sliding attention", ", attention")):
+        assert f"Memory of layer {n}{name}<" in texts[n]
+
+
+def test_models_without_frac_layers(tmp_path):
+    model = FracForCausalLM(tiny_config(mixer_types=["attention", "delta"]))
+    tokens = torch.randint(3, 200, (1, 32))
+    write_report(inspect_model(model, tokens), tmp_path)
+    assert not (tmp_path / "alpha.svg").exists() and (tmp_path / "responses.svg").exists()
+    assert memory_statistics(model, tokens) == []
+    with pytest.raises(ValueError, match=r"layer must be a Frac layer, one of \[\], got -1"):
+        layer_kernel(model, -1, np.arange(3), tokens)
 
 
 def test_a_page_without_matplotlib(report, tmp_path, monkeypatch, caplog):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.models.conftest import make_model
+from tests.models.hybrids import KINDS, make_kind
 
 peft = pytest.importorskip("peft")
 close = torch.testing.assert_close
@@ -13,7 +14,7 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
 def adapt(model, **options):
     """A LoRA adapter with weights that matter."""
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options)).eval()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options)).eval().to(model.dtype)
     torch.manual_seed(1)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -31,7 +32,21 @@ def adapt(model, **options):
     ids=["projections", "all", "D"],
 )
 def test_an_adapter_trains_decodes_and_merges(ids, options):
-    model = make_model(torch.float32)
+    check_adapter(make_model(torch.float32), ids, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_on_every_projection_of_a_mixed_model(ids, kind):
+    """Of attention, delta rule and MLP alike; in float64, because adapters this large amplify."""
+    model = make_kind(kind)
+    linears = {name for name, x in model.model.named_modules() if type(x) is nn.Linear}
+    names = check_adapter(model, ids, target_modules="all-linear")
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.model.") for name in names}
+    assert adapted == linears
+
+
+def check_adapter(model, ids, **options):
+    """Its gradients, decoding and merging; returns the names of what is trained."""
     before = model(ids).logits
     adapted = adapt(model, **options)
     after = adapted(ids).logits
@@ -42,6 +57,7 @@ def test_an_adapter_trains_decodes_and_merges(ids, options):
     decoded = adapted.generate(input_ids=ids, **OPTIONS)
     assert torch.equal(decoded, adapted.generate(input_ids=ids, use_cache=False, **OPTIONS))
     close(adapted.merge_and_unload()(ids).logits, after, rtol=1e-4, atol=1e-4)
+    return list(trained)
 
 
 @pytest.mark.filterwarnings("ignore:Model")

@@ -1,5 +1,8 @@
 """`cache_implementation` of `generate`: static caches, those that are not to be had, assistants."""
 
+from functools import partial
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM, StaticCache
@@ -8,14 +11,14 @@ from transformers.utils import logging
 from flash_frac.models import FracCache
 from flash_frac.models.cache import FracStaticCache
 from tests.models.conftest import make_model
-from tests.models.hybrids import OPTIONS, close, greedy_by_hand, make_hybrid
+from tests.models.hybrids import KINDS, OPTIONS, close, greedy_by_hand, make_hybrid, make_kind
 
 STATIC = {**OPTIONS, "cache_implementation": "static"}
 
 
-@pytest.fixture(params=[make_model, make_hybrid])
+@pytest.fixture(params=["frac", *KINDS])
 def model(request):
-    return request.param()
+    return make_model() if request.param == "frac" else make_kind(request.param)
 
 
 @torch.no_grad()
@@ -47,12 +50,21 @@ def test_static_behind_padding(model, ids):
 
 @torch.no_grad()
 def test_a_static_cache_by_hand(model, ids):
-    """Filled in two calls, reset, filled again; then `generate` goes on from it."""
-    cache, whole = FracStaticCache(model.config, max_cache_len=64), model(ids).logits
+    """Filled in pieces behind padding, reset, filled again; then `generate` goes on from it."""
+    cache, mask = FracStaticCache(model.config, max_cache_len=64), torch.ones_like(ids)
+    mask[1, :4] = 0
+    whole, cuts = model(ids, attention_mask=mask).logits, [0, 3, 15, 16, 40]
     for _ in range(2):
-        first = model(ids[:, :15], past_key_values=cache, use_cache=True).logits
-        second = model(ids[:, 15:], past_key_values=cache, use_cache=True).logits
-        close(torch.cat([first, second], 1), whole)
+        parts = [
+            model(
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+            for start, end in pairwise(cuts)
+        ]
+        close(torch.cat(parts, 1)[mask == 1], whole[mask == 1])
         assert cache.get_seq_length() == 40
         cache.reset()
     model(ids[:, :15], past_key_values=cache, use_cache=True)
@@ -68,6 +80,17 @@ def test_a_static_cache_knows_no_padding(ids):
         model(ids[:, 15:], past_key_values=cache, attention_mask=torch.ones(3, 25))
     with pytest.raises(ValueError, match="cu_seqlens cannot be used with a static cache"):
         model(ids[:1], past_key_values=cache, cu_seqlens=torch.tensor([0, 9, 40]))
+
+
+def test_windows_of_a_static_cache_know_no_padding_inside(ids):
+    """Theirs are the last columns, whatever is in them; a dynamic cache counts real tokens."""
+    model, mask = make_kind("sliding"), torch.ones_like(ids)
+    mask[1, 20:25] = 0
+    with pytest.raises(ValueError, match=r"must have padding on the left only, .* pad on the left"):
+        model.generate(ids, attention_mask=mask, **STATIC)
+    with pytest.raises(ValueError, match="must have padding on the left only"):
+        cache = FracStaticCache(model.config, max_cache_len=64)
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
 
 
 @torch.no_grad()
@@ -105,7 +128,10 @@ def test_a_frac_model_is_no_assistant(model, ids):
 
 
 def test_a_compiled_step_is_compiled_once(ids):
-    """A static cache counts in a tensor: no new graph for the next token."""
+    """A static cache counts in a tensor: no new graph for the next token.
+
+    transformers' sliding layers count in an int, of which torch.compile makes a symbol: two graphs.
+    """
     model = make_hybrid(torch.float32, num_hidden_layers=2, attention_layers=[1])
     frames = []
 
@@ -124,9 +150,10 @@ def test_a_compiled_step_is_compiled_once(ids):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [make_model, make_hybrid])
-def test_static_on_a_gpu_is_compiled(make, ids):
+@pytest.mark.parametrize("kind", ["frac", *KINDS])
+def test_static_on_a_gpu_is_compiled(kind, ids):
     """transformers compiles a step by itself there, with our kernels in it as operators."""
+    make = partial(make_kind, kind) if kind in KINDS else make_model
     model, ids = make(torch.float32).cuda(), ids.cuda()
     expected = model.generate(ids, **OPTIONS)
     for _ in range(2):

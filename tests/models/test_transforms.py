@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_frac.layers import MixerState
 from flash_frac.ops.testing import relative_error
@@ -19,11 +20,27 @@ def fused_loss(model, ids):
     return model(ids, labels=ids).loss
 
 
-@pytest.mark.parametrize("loss", [hidden_loss, fused_loss])
-def test_products_with_the_hessian(ids, loss):
+# One layer of each type of attention, with MLPs.
+OTHERS = {
+    "mixer_types": ["attention", "sliding_attention"],
+    "sliding_window": 7,
+    "mlp_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "layers"), [(hidden_loss, {}), (fused_loss, {}), (hidden_loss, OTHERS)]
+)
+def test_products_with_the_hessian(ids, loss, layers):
     """Of a loss of a small model, against differences of gradients."""
-    model = make_model(num_hidden_layers=2, fuse_linear_cross_entropy=True).train()
+    model = make_model(num_hidden_layers=2, fuse_linear_cross_entropy=True, **layers).train()
     weights = list(model.parameters())
+    # The kernels of torch for attention have no second derivative.
+    with sdpa_kernel(SDPBackend.MATH):
+        check_products(model, ids, loss, weights)
+
+
+def check_products(model, ids, loss, weights):
     generator = torch.Generator().manual_seed(0)
     directions = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
 
@@ -47,6 +64,18 @@ def test_export_of_any_length():
     exported = torch.export.export(model, padded(40), dynamic_shapes=ANY_LENGTH).module()
     for time in (3, 100):
         assert relative_error(exported(*padded(time)), model(*padded(time))) < 1e-6
+
+
+def test_export_of_attention_of_any_length():
+    """Without a mask, where short and long rows of sliding layers take other ways."""
+    model = make_model(torch.float32, num_hidden_layers=2, **OTHERS)
+    model.config.use_cache, (ids, _) = False, padded(40)
+    exported = torch.export.export(
+        model, (ids,), dynamic_shapes={"input_ids": {1: torch.export.Dim.AUTO}}
+    )
+    for time in (3, 100):
+        ids, _ = padded(time)
+        assert relative_error(exported.module()(ids).logits, model(ids).logits) < 1e-6
 
 
 def test_states_are_trees():

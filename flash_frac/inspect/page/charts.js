@@ -51,6 +51,9 @@ function tickName(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+// 512, 1K: powers of two as numbers of tokens.
+const tokens = (n) => (n >= 1024 ? `${n / 1024}K` : String(n));
+
 // Decades; between them 2 and 5, or finer, where the axis is short; and fewer where it is long.
 function logTicks(low, high, most) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
@@ -77,7 +80,9 @@ function wholeTicks(low, high, most) {
 }
 
 // Axes with a grid. Returns the scales X and Y, a group that is clipped to the plot, and its box.
-function axes(svg, { x, y, xLog = true, yLog = true, xLabel = "", yLabel = "", yTicks = true }) {
+function axes(svg, {
+  x, y, xLog = true, yLog = true, xLabel = "", yLabel = "", yTicks = true, xName = null,
+}) {
   clear(svg);
   const [width, height] = [svg.clientWidth || 600, svg.clientHeight || 300];
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -90,7 +95,7 @@ function axes(svg, { x, y, xLog = true, yLog = true, xLabel = "", yLabel = "", y
   const Y = scale(y, box.bottom, box.top, yLog);
   for (const t of (xLog ? logTicks : wholeTicks)(...x, Math.max(2, (width - 70) / 62))) {
     draw(svg, "line", { class: "grid", x1: X(t), x2: X(t), y1: box.top, y2: box.bottom });
-    const name = xLog ? tickName(t) : String(t);
+    const name = xName ? xName(t) : xLog ? tickName(t) : String(t);
     draw(svg, "text", { x: X(t), y: box.bottom + 17, "text-anchor": "middle" }, name);
   }
   for (const t of yTicks ? (yLog ? logTicks : wholeTicks)(...y, Math.max(2, height / 45)) : []) {
@@ -151,7 +156,9 @@ function onKeys(svg, keys) {
 }
 
 // A map of cells: values[row][column], shaded from `low` to `high`; pick(row, column) on a choice.
-function heatMap(svg, { values, low, high, log, xLabel, yLabel, rowName = String, describe, pick, chosen }) {
+function heatMap(svg, {
+  values, low, high, log, xLabel, yLabel, rowName = String, columnName = String, describe, pick, chosen,
+}) {
   const [rows, columns] = [values.length, values[0].length];
   svg.style.height = `${Math.min(620, Math.max(190, 78 + rows * 14))}px`;
   clear(svg);
@@ -179,7 +186,7 @@ function heatMap(svg, { values, low, high, log, xLabel, yLabel, rowName = String
   }
   for (const c of steps(columns, w * 0.6)) {
     const at = { x: box.left + (c + 0.5) * w, y: box.bottom + 16, "text-anchor": "middle" };
-    draw(svg, "text", at, c);
+    draw(svg, "text", at, columnName(c));
   }
   const middle = { x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" };
   draw(svg, "text", middle, xLabel);

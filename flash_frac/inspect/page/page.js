@@ -8,13 +8,19 @@ const MEAN = -1;
 const MEDIAN = Math.floor(report.quantiles.length / 2);
 const state = { layer: 0, head: MEAN, cursor: null };
 
-// A layer's position in the model, where attention layers count; layers here are counted without.
 const numberOf = (n) => layers[n].number;
+const TYPES = {
+  frac: "Frac", delta: "delta", attention: "attention", sliding_attention: "sliding attention",
+};
+const DISTRIBUTIONS = ["delta", "alpha", "lambda", "timescale", "half_life", "beta"];
+const fracLayers = layers.filter((layer) => layer.type === "frac");
+const isMixed = fracLayers.length < layers.length;
 const layerNow = () => layers[state.layer];
 // The chosen head, or the layer itself, which has the same fields of its mean response.
 const now = () => (state.head === MEAN ? layerNow() : layerNow().heads[state.head]);
 const headName = () => (state.head === MEAN ? "mean of all heads" : `head ${state.head}`);
-const place = () => `layer ${numberOf(state.layer)}, ${headName()}`;
+const layerName = () => `layer ${numberOf(state.layer)}`;
+const place = () => `${layerName()}, ${headName()}`;
 const law = (fit, n) => fit.amplitude * Math.exp(-fit.exponent * (fit.kind === "power" ? Math.log(n) : n));
 
 function choose(layer, head = state.head) {
@@ -22,40 +28,6 @@ function choose(layer, head = state.head) {
   state.head = Math.min(layerNow().heads.length - 1, Math.max(MEAN, head));
   render();
 }
-
-function middle(values) {
-  const sorted = values.filter((v) => v !== null).sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
-}
-
-function fillOverview() {
-  const heads = layers.flatMap((layer) => layer.heads);
-  const rows = report.num_rows > 1 ? `${report.num_rows} rows of ` : "";
-  $("name").textContent = report.name;
-  $("about").textContent = `${layers.length} layers, ${layers[0].heads.length} heads, `
-    + `${layers[0].tau.length} modes, ${format(report.num_parameters)} parameters, on `
-    + `${rows}${report.num_tokens.toLocaleString("en")} tokens of ${report.text}`;
-  const wins = heads.filter((head) => head.better === "power").length / heads.length;
-  const tiles = [
-    ["median α of all heads", format(middle(heads.map((h) => h.distributions.alpha.quantiles[MEDIAN])))],
-    ["heads nearer a power law", percent(wins)],
-    ["median exponent of a power law", format(middle(heads.map((h) => h.power && h.power.exponent)))],
-    ["median decades of a power law", format(middle(heads.map((h) => h.power
-      && (h.power.stretch ? h.power.stretch.decades : 0))))],
-    ["median lag with half the weight", format(middle(heads.map((h) => h.horizon.half)))],
-    ["modes on a clamp, fast and slow", `${percent(mean(heads.map((h) => h.clamped_fast)))}, `
-      + `${percent(mean(heads.map((h) => h.clamped_slow)))}`],
-  ];
-  for (const [name, value] of tiles) {
-    const tile = add($("tiles"), "div");
-    add(tile, "dt", name);
-    add(tile, "dd", value);
-  }
-  $("factor").textContent = report.factor;
-  $("last-lag").textContent = lags[lags.length - 1].toLocaleString("en");
-}
-
-const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
 // ---- the response
 
@@ -123,7 +95,7 @@ function renderCursor() {
   const parts = [`lag ${n.toLocaleString("en")}: ${format(value)}`];
   if (one.power) parts.push(`power law ${format(law(one.power, n))}`);
   if (one.exponential) parts.push(`exponential ${format(law(one.exponential, n))}`);
-  parts.push(`mean of ${report.sources[state.cursor + 1].toLocaleString("en")} sources`);
+  parts.push(`mean of ${layerNow().sources[state.cursor + 1].toLocaleString("en")} sources`);
   $("readout").textContent = parts.join("  ·  ");
 }
 
@@ -189,9 +161,16 @@ function renderFacts() {
     `mean lag ${format(horizon.mean)}`,
     `${percent(horizon.last_half)} in the last half of the lags`,
   ]);
-  fact("modes on a clamp", [
-    `${percent(one.clamped_fast)} fast, ${percent(one.clamped_slow)} slow`,
-  ]);
+  if (one.clamped_fast !== null) {
+    fact("modes on a clamp", [
+      `${percent(one.clamped_fast)} fast, ${percent(one.clamped_slow)} slow`,
+    ]);
+  }
+  if (one.distances) {
+    const { median, mean: middling, beyond } = one.distances;
+    const far = Object.entries(beyond).map(([n, share]) => `${percent(share)} at ${Number(n).toLocaleString("en")} or more`);
+    fact("distance of attention", [`median ${format(median)}, mean ${format(middling)}`, ...far]);
+  }
 }
 
 // ---- distributions
@@ -224,10 +203,51 @@ function renderDistribution(name) {
   svg.setAttribute("aria-label", `${name}: ${label}`);
 }
 
+// ---- distances
+
+function renderDistances() {
+  const { heads, distances: whole } = layerNow();
+  $("distances-card").hidden = !whole;
+  if (!whole) return;
+  const { shares, median, mean: middling } = now().distances;
+  $("distances-name").textContent = place();
+  $("distances-about").textContent = `median ${format(median)}, mean ${format(middling)} tokens`;
+  const edges = layerNow().edges.distance;
+  const bin = (c) => (c < 2 ? String(c) : `${edges[c].toLocaleString("en")} to ${(edges[c + 1] - 1).toLocaleString("en")}`);
+  const svg = $("distances");
+  const values = heads.map((head) => head.distances.shares);
+  const high = Math.max(1e-9, ...values.flat());
+  heatMap($("distances-map"), {
+    values, low: 0, high, log: false, xLabel: "distance from, tokens", yLabel: "head",
+    columnName: (c) => tokens(edges[c]),
+    describe: (r, c) => `head ${r}, distance ${bin(c)}`,
+    pick: (r) => choose(state.layer, r),
+    chosen: (at, rows, columns) => state.head !== MEAN
+      && { ...at(state.head, 0), width: columns * at(0, 0).width },
+  });
+  svg.style.height = $("distances-map").style.height;
+  const most = Math.max(...shares);
+  const view = axes(svg, {
+    x: [-0.5, shares.length - 0.5], y: [0, most * 1.1], xLog: false, yLog: false, yTicks: false,
+    xName: (c) => (c in shares ? tokens(edges[c]) : ""),
+    xLabel: "distance from, tokens",
+  });
+  shares.forEach((share, c) => {
+    const [left, top] = [view.X(c - 0.45), view.Y(share)];
+    const size = { width: view.X(c + 0.45) - left, height: view.box.bottom - top };
+    const column = draw(view.plot, "rect", { class: "column", x: left, y: top, ...size });
+    hover(column, () => `distance ${bin(c)}: ${percent(share)}`);
+  });
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `Share of the weight by distance: ${$("distances-about").textContent}`);
+}
+
 // ---- maps, and what goes across layers
 
 function renderModes() {
   const { heads, tau } = layerNow();
+  $("modes-card").hidden = tau.length === 0;
+  if (tau.length === 0) return;
   const log = $("log-colour").checked;
   for (const name of ["read", "write"]) {
     const values = heads.map((head) => head[`${name}_share`]);
@@ -247,14 +267,18 @@ function renderModes() {
 }
 
 function renderAlpha() {
-  const values = layers.map((l) => l.heads.map((h) => h.distributions.alpha.quantiles[MEDIAN]));
+  $("alpha-figure").hidden = fracLayers.length === 0;
+  if (fracLayers.length === 0) return;
+  const values = fracLayers.map((l) => l.heads.map((h) => h.distributions.alpha.quantiles[MEDIAN]));
   const flat = values.flat();
+  const rowName = (r) => fracLayers[r].number;
+  const row = fracLayers.indexOf(layerNow());
   heatMap($("alpha-map"), {
     values, low: Math.min(...flat), high: Math.max(...flat), log: false, xLabel: "head",
-    yLabel: "layer", rowName: numberOf, describe: (r, c) => `layer ${numberOf(r)}, head ${c}\nmedian α`,
-    pick: (r, c) => choose(r, c),
-    chosen: (at, rows, columns) => (state.head === MEAN
-      ? { ...at(state.layer, 0), width: columns * at(0, 0).width } : at(state.layer, state.head)),
+    yLabel: "layer", rowName, describe: (r, c) => `layer ${rowName(r)}, head ${c}\nmedian α`,
+    pick: (r, c) => choose(layers.indexOf(fracLayers[r]), c),
+    chosen: (at, rows, columns) => row >= 0 && (state.head === MEAN
+      ? { ...at(row, 0), width: columns * at(0, 0).width } : at(row, state.head)),
   });
 }
 
@@ -282,7 +306,7 @@ function renderHorizon() {
   }
   const say = (n) => {
     const { half, mean: lag, ninety } = layers[n].horizon;
-    return `layer ${numberOf(n)}\nhalf ${format(half)}, mean ${format(lag)}, 90% ${format(ninety)} tokens`;
+    return `layer ${numberOf(n)}, ${TYPES[layers[n].type]}\nhalf ${format(half)}, mean ${format(lag)}, 90% ${format(ninety)} tokens`;
   };
   layers.forEach((_, n) => {
     const target = draw(plot, "rect", { class: "clickable", "fill-opacity": 0, ...band(n) });
@@ -298,46 +322,37 @@ function renderHorizon() {
   onKeys(svg, { ArrowLeft: go(-1), ArrowRight: go(1), Escape: hideTip });
 }
 
-function fillTable() {
-  const table = $("table");
-  const head = add(add(table, "thead"), "tr");
-  const names = ["layer", "α", "Δ", "λ", "exponent", "power law holds at", "closer law", "half",
-    "90%", "mean lag", "last half", "fast clamp", "slow clamp"];
-  names.forEach((name) => add(head, "th", name, { scope: "col" }));
-  const body = add(table, "tbody");
-  layers.forEach((layer, n) => {
-    const row = add(body, "tr");
-    const button = add(add(row, "td"), "button", String(layer.number),
-      { type: "button", "aria-label": `Layer ${layer.number}` });
-    button.addEventListener("click", () => choose(n));
-    const { power, horizon, distributions } = layer;
-    const median = (name) => format(distributions[name].quantiles[MEDIAN]);
-    const range = power && power.first !== null ? `${format(power.first)} to ${format(power.last)}` : "–";
-    const cells = [median("alpha"), median("delta"), median("lambda"), power ? power.exponent.toFixed(2) : "–",
-      range, { power: "power law", exponential: "exponential" }[layer.better] || "–",
-      format(horizon.half), format(horizon.ninety), format(horizon.mean), percent(horizon.last_half),
-      percent(layer.clamped_fast), percent(layer.clamped_slow)];
-    cells.forEach((cell) => add(row, "td", cell));
-  });
-}
-
 // ---- all together
+
+function fillHeads() {
+  const list = $("head");
+  if (list.options.length !== layerNow().heads.length + 1) {
+    clear(list);
+    add(list, "option", "mean of all", { value: MEAN });
+    layerNow().heads.forEach((_, h) => add(list, "option", String(h), { value: h }));
+  }
+  list.value = state.head;
+}
 
 function render() {
   hideTip();
   const heads = layerNow().heads.length;
   $("layer").value = state.layer;
-  $("head").value = state.head;
   $("layer-back").disabled = state.layer === 0;
   $("layer-on").disabled = state.layer === layers.length - 1;
   $("head-back").disabled = state.head === MEAN;
   $("head-on").disabled = state.head === heads - 1;
-  $("response-name").textContent = place();
-  $("distribution-name").textContent = state.head === MEAN ? `layer ${numberOf(state.layer)}, all heads` : place();
-  $("modes-name").textContent = `layer ${numberOf(state.layer)}`;
+  $("response-name").textContent = isMixed ? `${place()}, ${TYPES[layerNow().type]}` : place();
+  $("distribution-name").textContent = state.head === MEAN ? `${layerName()}, all heads` : place();
+  $("modes-name").textContent = layerName();
+  fillHeads();
   renderResponse();
   renderFacts();
-  ["delta", "alpha", "lambda", "timescale"].forEach(renderDistribution);
+  renderDistances();
+  const shown = DISTRIBUTIONS.filter((name) => name in layerNow().distributions);
+  $("distributions-card").hidden = shown.length === 0;
+  DISTRIBUTIONS.forEach((name) => { $(name).parentElement.hidden = !shown.includes(name); });
+  shown.forEach(renderDistribution);
   renderModes();
   renderHorizon();
   renderAlpha();
@@ -349,9 +364,10 @@ function render() {
 function start() {
   fillOverview();
   fillTable();
-  layers.forEach((layer, n) => add($("layer"), "option", String(layer.number), { value: n }));
-  add($("head"), "option", "mean of all", { value: MEAN });
-  layers[0].heads.forEach((_, h) => add($("head"), "option", String(h), { value: h }));
+  layers.forEach((layer, n) => {
+    const name = isMixed ? `${layer.number}, ${TYPES[layer.type]}` : String(layer.number);
+    add($("layer"), "option", name, { value: n });
+  });
   $("layer").addEventListener("change", (e) => choose(Number(e.target.value)));
   $("head").addEventListener("change", (e) => choose(state.layer, Number(e.target.value)));
   $("layer-back").addEventListener("click", () => choose(state.layer - 1));
