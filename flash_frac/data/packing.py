@@ -4,7 +4,8 @@ An item of T tokens is a dict of
 - `input_ids`: (T,) int64;
 - `shift_labels`: (T,) int64, the next token of the stream, -100 where there is none;
 - `document_starts`: (n,) int64, the offsets in [0, T) where a document begins;
-- `ends_document`: bool, whether the token behind the item begins a document.
+- `ends_document`: bool, whether the token behind the item begins a document;
+- `tokens_before`, of `LaneDataset`: how many tokens of the item's first document came before it.
 
 In a flowing batch documents are joined by nothing but the eos token, and memory flows across. In a
 separate one all rows lie in one of b T tokens, and `cu_seqlens` (N + 1,) int32 gives the boundaries
@@ -146,6 +147,7 @@ class LaneDataset(Dataset[Item]):
         pieces, starts = [], []
         number = int(np.searchsorted(ends, start, side="right"))
         begin = int(ends[number - 1]) if number else 0
+        before = start - begin
         while begin < stop:
             end = int(ends[number])
             if begin >= start:
@@ -155,7 +157,9 @@ class LaneDataset(Dataset[Item]):
             pieces.append(self.store.tokens(origin + max(begin, start), origin + min(end, stop)))
             begin, number = end, number + 1
         tokens = np.concatenate(pieces)
-        return make_item(tokens, np.array(starts, np.int64), sequence_length=self.sequence_length)
+        starts = np.array(starts, np.int64)
+        item = make_item(tokens, starts, sequence_length=self.sequence_length)
+        return item | {"tokens_before": before}
 
 
 def _deal(lengths: np.ndarray, lanes: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

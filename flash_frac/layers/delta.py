@@ -28,6 +28,7 @@ from flash_frac.layers.norm import RMSNorm
 from flash_frac.layers.plain import can_join, joined_linear
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import causal_conv, delta_scan, delta_step, swiglu, uses_triton
+from flash_frac.ops.context_parallel import sharded_delta_scan, window_before
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +69,7 @@ class DeltaMixer(RecurrentMixer):
         backend: of `delta_scan`.
 
     Attributes:
-        context_group: None; rows are whole.
+        context_group: as in `FracMixer`.
 
     Example:
         >>> mixer = DeltaMixer(256, num_heads=4, head_dim=48)
@@ -195,6 +196,11 @@ class DeltaMixer(RecurrentMixer):
             q, k, v, beta, decay = (tensor[:, 0] for tensor in inputs[:5])
             y, recurrent = delta_step(q, k, v, beta, decay, recurrent, backend=self.backend)
             y = y[:, None]
+        elif self.context_group is not None:
+            group = self.context_group
+            y, recurrent = sharded_delta_scan(
+                *inputs[:5], group=group, cu_seqlens=cu_seqlens, backend=self.backend
+            )
         else:
             y, recurrent = delta_scan(
                 *inputs[:5], initial_state=recurrent, cu_seqlens=cu_seqlens, backend=self.backend
@@ -220,6 +226,9 @@ class DeltaMixer(RecurrentMixer):
         qkv, a, b = joined.split([sum(sizes), self.num_heads, self.num_heads], -1)
         options = {"mask": attention_mask, "cu_seqlens": cu_seqlens, "backend": self.backend}
         window = None if state is None else state.conv
+        if self.context_group is not None:
+            group = self.context_group
+            window = window_before(qkv, self.conv_kernel, group=group, cu_seqlens=cu_seqlens)
         u, window = self._convolve(qkv, sizes, window, options)
         wide = torch.promote_types(a.dtype, torch.float32)
         rate = self.A_log.to(wide).exp()

@@ -65,6 +65,8 @@ class Attention(Qwen3Attention):
         past_key_values: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         query_scale: Tensor | None = None,
+        gather: Callable[[Tensor, int | None], Tensor] | None = None,
+        lanes: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E), and the weights (B, heads, T, P + T) if the implementation has them.
@@ -74,12 +76,19 @@ class Attention(Qwen3Attention):
                 and the window.
             position_embeddings: cosines and sines of rotary positions; None for no positions.
             query_scale: (B or 1, T), factors of the queries; 1 if None.
+            gather: brings keys and values of the ranks before, as far as the window reaches; None
+                if rows are whole.
+            lanes: how many equal parts of one row to read as a batch, each behind its own past.
         """
+        given = hidden_states.shape
+        if lanes is not None:
+            hidden_states = hidden_states.view(lanes, -1, given[2])
         q, k, v = self.project(hidden_states, position_embeddings, query_scale)
-        shape = (*hidden_states.shape[:2], -1)
         if isinstance(past_key_values, BufferedCache):
             y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
-            return self.o_proj(y.reshape(shape)), None
+            return self.o_proj(y.reshape(*given[:2], -1)), None
+        if gather is not None:
+            k, v = gather(torch.cat([k, v], -1), self.sliding_window).chunk(2, -1)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         implementation = self.config._attn_implementation or "eager"
@@ -96,7 +105,7 @@ class Attention(Qwen3Attention):
             y, weights = attend_in_blocks(attend, q, k, v, window), None
         else:
             y, weights = attend(q, k, v, attention_mask)
-        return self.o_proj(y.reshape(shape)), weights
+        return self.o_proj(y.reshape(*given[:2], -1)), weights
 
     def project(
         self,

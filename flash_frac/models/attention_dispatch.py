@@ -1,8 +1,8 @@
-"""Which positions and masks the attention layers of a model get: by its cache."""
+"""Which positions and masks the attention layers of a model get: by its cache and its group."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import Cache
@@ -12,6 +12,11 @@ from flash_frac.models.buffered_inputs import BufferedAttentionInputs
 from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.cache import FracStaticCache
 from flash_frac.models.configuration import FracConfig
+from flash_frac.models.context_attention import ContextAttentionInputs
+from flash_frac.models.lanes import LaneAttentionInputs, LaneCache
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def attention_inputs(
@@ -22,15 +27,22 @@ def attention_inputs(
     cache: Cache | None,
     cu_seqlens: Tensor | None,
     position_ids: Tensor | None,
+    group: ProcessGroup | None,
 ) -> AttentionInputs:
     """Of a forward pass over (B, T, E).
 
     Args:
         masks: as they were given, all tokens or by type of layer, for a static cache.
         mask: (B, T), of these tokens, for the others; None if there is no padding.
+        group: the ranks that share each row; None if rows are whole.
     """
     if isinstance(cache, FracStaticCache):
         return StaticAttentionInputs(config, hidden_states, masks, cache, cu_seqlens, position_ids)
+    inputs: Any = (config, hidden_states, mask, cache, cu_seqlens)
+    if isinstance(cache, LaneCache):
+        return LaneAttentionInputs(*inputs)
+    if group is not None:
+        return ContextAttentionInputs(*inputs, group=group)
     if isinstance(cache, BufferedCache):
-        return BufferedAttentionInputs(config, hidden_states, mask, cache, cu_seqlens)
-    return AttentionInputs(config, hidden_states, mask, cache, cu_seqlens)
+        return BufferedAttentionInputs(*inputs)
+    return AttentionInputs(*inputs)

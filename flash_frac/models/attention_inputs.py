@@ -116,10 +116,13 @@ class AttentionInputs:
                 "use 'sdpa'"
             )
         held = self.cache.num_sliding if isinstance(self.cache, FracCache) else 0
-        num = held + self.num_tokens
-        real = None if self.real is None else self.real[:, -num:]
         if "flash" in implementation:
-            return real
+            return None if self.real is None else self.real[:, -(held + self.num_tokens) :]
+        return self._mask_by_hand(implementation, held + self.num_tokens, window)
+
+    def _mask_by_hand(self, implementation: str, num: int, window: int) -> Tensor | None:
+        """For sdpa or eager attention, of the last `num` columns; None if it needs no mask."""
+        real = None if self.real is None else self.real[:, -num:]
         plain = real is None and self.cu_seqlens is None and implementation == "sdpa"
         # An exported program has one way for all lengths.
         if plain and not torch.compiler.is_exporting():
@@ -138,12 +141,7 @@ class AttentionInputs:
             visible = visible & (column - keys == column_of_query - queries)
         # Padding sees itself, because the mean of nothing is not a number.
         visible = (visible | (column == column_of_query))[:, None]
-        if implementation == "eager":
-            low = torch.finfo(self.hidden_states.dtype).min
-            return torch.zeros_like(visible, dtype=self.hidden_states.dtype).masked_fill(
-                ~visible, low
-            )
-        return visible
+        return as_mask(visible, implementation, self.hidden_states.dtype)
 
     def remember(self) -> None:
         """Note in the cache, which has taken keys and values, what is padding."""
@@ -212,6 +210,13 @@ class StaticAttentionInputs(AttentionInputs):
             past_key_values=self.cache,
             position_ids=self.position_ids,
         )
+
+
+def as_mask(visible: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
+    """In the form that sdpa, or eager attention, wants: what is seen, or what is added."""
+    if implementation != "eager":
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:

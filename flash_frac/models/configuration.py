@@ -62,6 +62,7 @@ class FracConfig(PreTrainedConfig):
         frac_time_dilation: in training, let time pass up to so many times as fast in a sequence, by
             a factor drawn log-uniformly for each; 1 for the usual time. What a model learns on
             short sequences then holds for lags that many times as long (experiments/heavy_tail).
+            Frac and delta layers fade faster by it; attention knows no time and does not change.
         frac_gate_bias_init: constant added to the gate.
         frac_chunk_size: kept for the published checkpoints; results do not depend on it.
         frac_bank: "geometric", the name of an optimised bank, or M increasing timescales.

@@ -99,12 +99,6 @@ class FracPreTrainedModel(PreTrainedModel):
             >>> model.set_context_group(torch.distributed.group.WORLD)
             >>> loss = model(ids, labels=shifted, shift_labels=shifted, num_items_in_batch=n).loss
         """
-        if group is not None and self.config.attention_layers:
-            raise ValueError(
-                "group must be None for a model with attention_layers "
-                f"({self.config.attention_layers}), whose attention would see the tokens of its "
-                "own rank alone; give every rank rows of its own"
-            )
         if group is not None and self.config.frac_time_dilation > 1:
             raise ValueError(
                 "group must be None for a model with frac_time_dilation "
@@ -112,7 +106,7 @@ class FracPreTrainedModel(PreTrainedModel):
                 "a row; set it to 1, or give every rank rows of its own"
             )
         for module in self.modules():
-            if isinstance(module, STATE_MIXERS):
+            if isinstance(module, (*STATE_MIXERS, FracModel)):
                 module.context_group = group
 
 
@@ -125,6 +119,8 @@ class FracModel(FracPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.attention_config = config.attention_config() if config.attention_layers else None
+        if self.attention_config is not None:
+            self.attention_config._attn_implementation = config._attn_implementation
         self.rotary_emb = None
         if self.attention_config is not None and config.attention_positions == "rope":
             self.rotary_emb = FracRotaryEmbedding(self.attention_config)
@@ -133,6 +129,8 @@ class FracModel(FracPreTrainedModel):
         self.layers = nn.ModuleList(self._block(n, x) for n, x in enumerate(self.mixer_types))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        # The ranks that share each row, see `set_context_group`.
+        self.context_group: ProcessGroup | None = None
         self.post_init()
 
     def _block(self, layer_idx: int, mixer_type: str) -> FracBlock | AttentionBlock:
@@ -172,8 +170,9 @@ class FracModel(FracPreTrainedModel):
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
                 holds N states, and decoding goes on with a batch of N.
-            elapsed: (B, T), positive: the time before each token, which multiplies its delta; the
-                usual time, 1, if None, or in training what config.frac_time_dilation draws.
+            elapsed: (B, T), positive: the time before each token, by which Frac and delta layers
+                fade, and which attention does not know; the usual time, 1, if None, or in training
+                what config.frac_time_dilation draws.
             kwargs: what transformers and TRL pass to every model: cu_seq_lens_q, cu_seq_lens_k or
                 seq_idx instead of cu_seqlens, and names that mean nothing here (`inputs.UNUSED`).
         """
@@ -219,6 +218,7 @@ class FracModel(FracPreTrainedModel):
                 past_key_values,
                 cu_seqlens,
                 position_ids,
+                self.context_group,
             )
         implementation = "eager" if with_attentions else self.config._attn_implementation
         with recorded_attentions(self.layers) if with_attentions else nullcontext() as attentions:
@@ -247,8 +247,10 @@ class FracModel(FracPreTrainedModel):
         inputs = {"frac": state_inputs, "delta": state_inputs}
         if attention is not None:
             config: Any = self.attention_config
-            # The caller may choose another one at any time.
-            config._attn_implementation = implementation
+            # The caller may choose another one at any time; a compiled model is to see no change
+            # where there is none.
+            if config._attn_implementation != implementation:
+                config._attn_implementation = implementation
             inputs |= attention.arguments(config, self.rotary_emb)
         states = []
         for block, name in zip(self.layers, self.mixer_types, strict=True):

@@ -11,7 +11,8 @@ gradients of what each made of it, so that a loss reaches back through all slice
 
 A layer moves, from each rank to each other, 4 B H M (D + 1) bytes for the scan and
 bytes(dtype) B I (K - 1) for the convolution; the backward pass moves the same once more.
-None of it depends on the length of the row.
+None of it depends on the length of the row. A delta layer moves 4 B H K (D + K) bytes for its scan,
+with K key channels of a head. An attention layer moves the keys and values of all tokens.
 
 Every rank must make the same calls in the same order, forward and backward: a rank whose tokens
 have no loss multiplies by 0 and still calls backward(). Only the ranks' shares of a parameter's
@@ -21,19 +22,22 @@ Packed documents: cu_seqlens (N + 1,) bounds the sequences of the local slice. T
 continues the last one of the slice before, and is empty (0 comes twice) where a document begins
 with the slice. On rank 0 it begins afresh.
 
-Letters: B batch, T time (of a slice), H heads, D head channels, M modes, I channels, K taps,
-N sequences (B, or those packed in a slice).
+Letters: B batch, T time (of a slice), H heads, D head channels, M modes, I channels, K taps (or key
+channels of a delta head), N sequences (B, or those packed in a slice).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_frac.ops.backends import refuse_second_derivative
+from flash_frac.ops.delta.api import check_delta_inputs, delta_scan
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, check_scan_inputs, frac_scan
 
 if TYPE_CHECKING:
@@ -96,6 +100,50 @@ def sharded_scan(
     )
 
 
+def sharded_delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    *,
+    group: ProcessGroup,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> ScanOutput:
+    """`delta_scan` of a row of which this rank holds one slice, in the order of ranks.
+
+    P of a slice is a matrix (K, K) a head: what becomes of an identity as state if all values are
+    zero. It and F cost a scan each, of K and D channels, before the scan of the slice.
+
+    Args:
+        q, k: (B, T, H, K) this rank's slice; v: (B, T, H, D); beta, log_decay: (B, T, H).
+        The rest as in `sharded_scan`, and so is what is returned.
+
+    Example:
+        >>> mine = [x.chunk(group.size(), 1)[group.rank()] for x in (q, k, v, beta, log_decay)]
+        >>> y, state = sharded_delta_scan(*mine, group=group)
+    """
+    check_delta_inputs(q, k, v, beta, log_decay, ("B", "T", "H"))
+    if v.shape[1] == 0:
+        raise ValueError("v must hold at least one token; cut the row into fewer slices")
+    gates, channels, rank = (beta, log_decay), v.shape[-1], _rank(group)
+    added = delta_scan(q, k, v, *gates, cu_seqlens=cu_seqlens, backend=backend).state[-v.shape[0] :]
+    kept = added.new_zeros(*added.shape[:3], k.shape[-1])
+    # If the last sequence begins in this slice, nothing of an old state is kept.
+    if _last_start(cu_seqlens, v) is None:
+        kept.diagonal(dim1=-2, dim2=-1).fill_(1)
+        blank = torch.zeros_like(k)
+        kept = delta_scan(q, k, blank, *gates, initial_state=kept, backend=backend).state
+    slices = _AllGather.apply(torch.cat([added, kept], -1), group)
+    state = slices[:0, ..., :channels].sum(0)
+    with torch.autocast(v.device.type, enabled=False):
+        for j in range(rank):
+            state = slices[j, ..., channels:] @ state + slices[j, ..., :channels]
+    state = _first_of(state, cu_seqlens)
+    return delta_scan(q, k, v, *gates, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
+
+
 def summarize(
     u: Tensor, write: Tensor, log_decay: Tensor, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -148,6 +196,55 @@ def window_before(
     # An empty sum on rank 0, whose graph must hold the exchange too.
     before = windows[max(rank - 1, 0) : rank].sum(0)
     return _first_of(before, cu_seqlens)
+
+
+class SliceBorders(NamedTuple):
+    """Where this rank's slice lies in the row.
+
+    Attributes:
+        lengths: tokens of each rank's slice.
+        offset: tokens before this slice, in the row.
+        begin: where in the row the document began that goes on into this slice; 0 if the row is
+            not packed.
+    """
+
+    lengths: list[int]
+    offset: int
+    begin: int
+
+
+def slice_borders(
+    x: Tensor, *, group: ProcessGroup, cu_seqlens: Tensor | None = None
+) -> SliceBorders:
+    """The borders of the slice x (B, T, ...); waits for a GPU, once for all layers of a model.
+
+    Args:
+        group, cu_seqlens: as in `sharded_scan`. To be called on every rank of the group.
+    """
+    start = _last_start(cu_seqlens, x)
+    start = torch.tensor(-1) if start is None else start
+    mine = torch.stack([torch.tensor(x.shape[1], device=x.device), start.to(x.device)]).long()
+    rank, begin, offset = _rank(group), 0, 0
+    lengths, starts = _AllGather.apply(mine, group).t().tolist()
+    for length, start in zip(lengths[:rank], starts[:rank], strict=True):
+        begin, offset = (begin if start < 0 else offset + start), offset + length
+    return SliceBorders(lengths, offset, begin)
+
+
+def with_tokens_before(x: Tensor, lengths: Sequence[int], *, group: ProcessGroup) -> Tensor:
+    """x (B, H, T, D) of this rank behind that of the ranks before: (B, H, P + T, D).
+
+    Every rank gets all slices, and drops those behind its own: a ring would hold fewer at a time.
+    To be called on every rank of the group, and so is backward().
+
+    Args:
+        lengths: T of every rank.
+    """
+    rank, longest = _rank(group), max(lengths)
+    slices = _AllGather.apply(F.pad(x, (0, 0, 0, longest - x.shape[2])), group)
+    before = [part[:, :, :length] for part, length in zip(slices[:rank], lengths, strict=False)]
+    # No token of the first slice on rank 0, whose graph must hold the exchange too.
+    return torch.cat([slices[0, :, :, :0], *before, x], 2)
 
 
 def _rank(group: ProcessGroup) -> int:

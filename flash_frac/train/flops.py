@@ -12,22 +12,32 @@ from flash_frac.models import FracConfig
 _SCAN_CHUNK, _DELTA_CHUNK = 32, 64
 
 
-def forward_flops(config: FracConfig, context: float = 0) -> int:
+def forward_flops(
+    config: FracConfig, context: float = 0, sliding_context: float | None = None
+) -> int:
     """Operations of a forward pass, a token: mixers, MLPs and head.
 
     Args:
         context: how many tokens a token sees in its document, itself included, in the mean; half
             the length of one. Attention's scores cost as many products; with 0 they are left out.
+        sliding_context: the same in sliding layers; by default context, or the window if that is
+            shorter, which is more than the mean.
     """
-    mixers = sum(_MIXERS[name](config, context) for name in config.mixer_types or ())
+    if sliding_context is None:
+        sliding_context = min(context, config.sliding_window or context)
+    contexts = {"sliding_attention": sliding_context}
+    types = config.mixer_types or ()
+    mixers = sum(_MIXERS[name](config, contexts.get(name, context)) for name in types)
     widths = (config.mlp_width(n) or 0 for n in range(config.num_hidden_layers))
     mlps = 6 * config.hidden_size * sum(widths)
     return round(mixers + mlps + 2 * config.hidden_size * config.vocab_size)
 
 
-def training_flops(config: FracConfig, context: float = 0) -> int:
-    """Operations of forward and backward pass, a token."""
-    return 3 * forward_flops(config, context)
+def training_flops(
+    config: FracConfig, context: float = 0, sliding_context: float | None = None
+) -> int:
+    """Operations of forward and backward pass, a token; arguments as in `forward_flops`."""
+    return 3 * forward_flops(config, context, sliding_context)
 
 
 def _frac(config: FracConfig, context: float) -> float:
@@ -62,8 +72,9 @@ def _attention(config: FracConfig, context: float) -> float:
     return 2 * config.hidden_size * channels + 4 * heads * head_dim * context
 
 
-def _sliding(config: FracConfig, context: float) -> float:
-    return _attention(config, min(context, config.sliding_window or context))
-
-
-_MIXERS = {"frac": _frac, "delta": _delta, "attention": _attention, "sliding_attention": _sliding}
+_MIXERS = {
+    "frac": _frac,
+    "delta": _delta,
+    "attention": _attention,
+    "sliding_attention": _attention,
+}

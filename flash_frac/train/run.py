@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,10 @@ def _train(trainer: FracTrainer, resume: Path | None) -> Path:
 
 def _describe(model: FracForCausalLM, splits: Any, new: Path | None) -> str:
     """What begins, for the console; `new` is the folder of a run that does not resume."""
-    lines = [f"Model: {model.num_parameters():,} parameters"]
+    # In the order in which they first come.
+    mixers = Counter(model.config.mixer_types).items()
+    layers = ", ".join(f"{count} {name}" for name, count in mixers)
+    lines = [f"Model: {model.num_parameters():,} parameters, layers: {layers}"]
     for name, store in (("Training text", splits.train), ("Held out", splits.held_out)):
         # A stream counts neither.
         if hasattr(store, "num_tokens"):

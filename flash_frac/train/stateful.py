@@ -2,7 +2,7 @@
 
 A batch holds the next segment of every lane, packed in one row. The first sequence of a lane goes
 on where its last one stopped; all others begin afresh.
-Letters: b lanes, N sequences of a batch.
+Letters: b lanes, N sequences of a batch, W window of sliding attention.
 """
 
 from __future__ import annotations
@@ -14,61 +14,85 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flash_frac.layers import MixerState
-from flash_frac.models import FracCache, FracConfig
+from flash_frac.models import FracConfig
 from flash_frac.models.cache import read_state, write_state
+from flash_frac.models.lanes import LaneCache, LaneWindows
 
 
 class CarriedStates:
-    """The states of all layers at the end of each lane, cut off from the graph."""
+    """What all layers remember at the end of each lane, cut off from the graph.
+
+    Attributes:
+        states: of frac and delta layers, by number of the layer.
+        windows: of sliding layers, the last W - 1 tokens; None if there are none, or none yet.
+    """
 
     def __init__(self, config: FracConfig) -> None:
-        if config.attention_layers:
+        full = [n for n, name in enumerate(config.mixer_types or ()) if name == "attention"]
+        if full:
             raise ValueError(
-                "stateful must be false for a model with attention_layers "
-                f"({config.attention_layers}), whose keys and values have no fixed size to carry"
+                f"stateful must be false for a model with full attention (layers {full}), whose "
+                "keys and values have no fixed size to carry; use sliding_attention, or set "
+                "stateful to false"
             )
         self.config = config
-        self.layers: list[MixerState] = []
+        self.states: dict[int, MixerState] = {}
+        self.windows: LaneWindows | None = None
 
-    def cache(self, first_sequence: Tensor, num_sequences: int) -> FracCache:
+    def cache(self, first_sequence: Tensor, num_sequences: int) -> LaneCache:
         """A cache of the N sequences of a batch, before their first token.
 
         Args:
             first_sequence: (b,), index of the first sequence of each lane.
         """
-        cache = FracCache(self.config)
-        for index, state in enumerate(self.layers):
-            if state.batch_size != first_sequence.shape[0]:
-                raise ValueError(
-                    f"the states of {state.batch_size} lanes were carried, but this batch has "
-                    f"{first_sequence.shape[0]}: keep per_device_train_batch_size as it was"
-                )
+        lanes = {state.batch_size for state in self.states.values()}
+        lanes |= set() if self.windows is None else {self.windows.seen.shape[0]}
+        for num in lanes - {first_sequence.shape[0]}:
+            raise ValueError(
+                f"the states of {num} lanes were carried, but this batch has "
+                f"{first_sequence.shape[0]}: keep per_device_train_batch_size as it was"
+            )
+        cache = LaneCache(self.config, first_sequence, self.windows)
+        for n, state in self.states.items():
             spread = [
                 x.new_zeros(num_sequences, *x.shape[1:]).index_copy_(0, first_sequence, x)
-                for x in (state.recurrent, state.conv)
+                for x in state
             ]
-            write_state(cache, index, MixerState(*spread))
+            write_state(cache, n, MixerState(*spread))
         return cache
 
-    def keep(self, cache: FracCache, first_sequence: Tensor, num_sequences: int) -> None:
-        """Take the states at the end of each lane from the cache that a forward pass returned."""
-        after = torch.cat([first_sequence[1:], first_sequence.new_tensor([num_sequences])])
+    def keep(self, cache: LaneCache, num_sequences: int) -> None:
+        """Take what each lane ends with from the cache that a forward pass returned."""
+        first = cache.first_sequence
+        after = torch.cat([first[1:], first.new_tensor([num_sequences])])
         with torch.no_grad():
-            states = (read_state(cache, index) for index in range(len(cache.layers)))
-            self.layers = [s.select(after - 1).detach() for s in states if s is not None]
+            states = {n: read_state(cache, n) for n in cache.state_layers}
+        self.states = {n: s.select(after - 1).detach() for n, s in states.items() if s is not None}
+        if cache.sliding_layers:
+            self.windows = cache.windows_after.detach()
 
     def save(self, path: Path) -> None:
-        """Write the states; nothing if there are none yet."""
+        """Write all of it; nothing if there is nothing yet."""
         tensors = {}
-        for index, state in enumerate(self.layers):
-            tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
+        for n, state in self.states.items():
+            tensors |= {f"{n}.recurrent": state.recurrent, f"{n}.conv": state.conv}
+        if self.windows is not None:
+            tensors |= {"real": self.windows.real, "seen": self.windows.seen}
+            for n, (keys, values) in self.windows.layers.items():
+                tensors |= {f"{n}.keys": keys, f"{n}.values": values}
         if tensors:
             save_file({name: x.contiguous() for name, x in tensors.items()}, path)
 
     def load(self, path: Path, device: torch.device) -> None:
         """Read what `save` has written, or begin without states if it wrote nothing."""
         tensors = load_file(path, device=str(device)) if path.exists() else {}
-        self.layers = [
-            MixerState(tensors[f"{index}.recurrent"], tensors[f"{index}.conv"])
-            for index in range(len(tensors) // 2)
-        ]
+
+        def pairs(one: str, other: str) -> dict[int, tuple[Tensor, Tensor]]:
+            numbers = [name.split(".")[0] for name in tensors if name.endswith(f".{one}")]
+            return {int(n): (tensors[f"{n}.{one}"], tensors[f"{n}.{other}"]) for n in numbers}
+
+        self.states = {n: MixerState(*pair) for n, pair in pairs("recurrent", "conv").items()}
+        self.windows = None
+        if "seen" in tensors:
+            layers = pairs("keys", "values")
+            self.windows = LaneWindows(tensors["real"], tensors["seen"], layers)

@@ -32,6 +32,7 @@ from flash_frac.data import Bookmark, Collator, StreamingDataset
 from flash_frac.files import write_text
 from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 from flash_frac.train import checkpoint as checkpoints
+from flash_frac.train.context import CountingCollator, Seen
 from flash_frac.train.course import Course
 from flash_frac.train.flops import training_flops
 from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback, device_peak_flops
@@ -82,10 +83,11 @@ class FracTrainer(Trainer):
         self.context_group, shard = _context(args.context_parallel_size, args.process_index)
         self.carried = CarriedStates(model.config) if data.stateful else None
         self.eval_collator = Collator(data.separate_documents, shard=shard)
+        collator = Collator(data.separate_documents, lanes=data.stateful, shard=shard)
         super().__init__(
             model=model,
             args=args,
-            data_collator=Collator(data.separate_documents, lanes=data.stateful, shard=shard),
+            data_collator=CountingCollator(collator, model.config.sliding_window),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
@@ -112,6 +114,8 @@ class FracTrainer(Trainer):
         self._last_inputs: dict[str, Any] = {}
         self.keeps_bookmarks, self._bookmark = True, None
         self._tokens, self._since, self._paused = 0, time.perf_counter(), 0.0
+        # Of the batches since the last log, and of the last batch.
+        self._seen, self._last_seen = Seen(), Seen()
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -157,7 +161,7 @@ class FracTrainer(Trainer):
         inputs |= {"past_key_values": self.carried.cache(first, count), "use_cache": True}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         assert isinstance(outputs, Mapping)
-        self.carried.keep(outputs["past_key_values"], first, count)
+        self.carried.keep(outputs["past_key_values"], count)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(
@@ -165,13 +169,16 @@ class FracTrainer(Trainer):
     ) -> Tensor:
         bookmark = inputs.pop("bookmark", None)
         self._bookmark = bookmark if self.keeps_bookmarks else None
+        self._last_seen = inputs.pop("seen")
+        self._seen += self._last_seen
         # A copy, because a carried state is put into the dictionary, and would live on in it.
         self._last_inputs = dict(inputs)
         self._tokens += inputs["input_ids"].numel() * self.args.world_size
         return super().training_step(model, inputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        return inputs["input_ids"].numel() * training_flops(self.frac_model().config)
+        config = self.frac_model().config
+        return inputs["input_ids"].numel() * training_flops(config, *self._last_seen.contexts)
 
     def frac_model(self) -> Any:
         """The model without what trains it: compiled, wrapped or spread over ranks."""
@@ -243,6 +250,8 @@ class FracTrainer(Trainer):
             logs |= self._speed()
         super().log(logs, start_time)
         every = self.recipe.training.memory_law_steps
+        # Only Frac layers have one.
+        every = every if "frac" in self.frac_model().config.mixer_types else 0
         if "loss" in logs and every and self.state.global_step % every == 0:
             law = self._memory_law()
             # Past Trainer, whose state would keep it: hundreds of numbers in every checkpoint.
@@ -255,8 +264,10 @@ class FracTrainer(Trainer):
         speed = {"tokens_per_second": self._tokens / max(seconds, 1e-9)}
         self._tokens, self._since, self._paused = 0, now, 0.0
         if self.peak_flops:
-            rate = speed["tokens_per_second"] * training_flops(self.frac_model().config)
+            cost = training_flops(self.frac_model().config, *self._seen.contexts)
+            rate = speed["tokens_per_second"] * cost
             speed["mfu"] = rate / self.peak_flops / self.args.world_size
+        self._seen = Seen()
         if self.args.device.type == "cuda":
             speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         else:

@@ -15,6 +15,11 @@ PARAMETERS = {
     "frac-390m": 390_549_600,
     "frac-130m": 125_271_984,
     "frac-30m": 46_261_280,
+    "frac-mixed-1.3b": 1_378_316_964,
+    "frac-mixed-130m": 126_050_370,
+    "frac-mixed-30m": 46_205_900,
+    "frac-delta-1.3b": 1_386_845_408,
+    "frac-delta-30m": 46_014_610,
     "frac-dna": 3_247_632,
     "frac-tiny": 103_396,
 }
@@ -76,6 +81,16 @@ def test_committed_sizes(name):
         model = AutoModelForCausalLM.from_config(config)
     assert type(model) is FracForCausalLM
     assert model.num_parameters() == PARAMETERS[name]
+
+
+def test_mixed_sizes_are_near_their_names():
+    """As near as those of Frac alone: 30m without embeddings, 1.3b with them."""
+    for kind in ("mixed", "delta"):
+        for size in ("30m", "1.3b"):
+            same = PARAMETERS[f"frac-{kind}-{size}"] / PARAMETERS[f"frac-{size}"]
+            assert 0.99 < same < 1.01
+    types = FracConfig.from_pretrained(find_config("frac-mixed-1.3b")).mixer_types
+    assert types == ["frac", "frac", "frac", "attention"] * 6
 
 
 def test_the_papers_390m_has_48_layers():

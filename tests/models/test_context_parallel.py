@@ -7,8 +7,10 @@ import torch.distributed as dist
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracForSequenceClassification, FracModel
 from flash_frac.ops.testing import relative_error
+from tests.layers.test_delta import make_mixer as make_delta
 from tests.layers.test_mixer import E, make_mixer
 from tests.models.conftest import make_model
+from tests.models.hybrids import KINDS, make_kind
 from tests.ops.test_context_parallel import EXACT, alone, local_boundaries, run_world
 
 __all__ = ["alone"]  # a fixture
@@ -48,10 +50,10 @@ def gradient_errors(got, expected):
     return [relative_error(got[name], expected[name]) for name in expected]
 
 
-def mixer_errors(group, documents, length=T, **options):
+def mixer_errors(group, documents, length=T, make=make_mixer, **options):
     """Errors of y, the last state, and the gradients of the input and of all parameters."""
     torch.manual_seed(7)
-    mixer = make_mixer(**options)
+    mixer = make(**options)
     batch = 2 if documents is None else 1
     x = torch.randn(batch, length, E, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(batch, length, E, dtype=torch.float64)
@@ -81,13 +83,20 @@ def shifted_labels(ids, documents):
     return labels
 
 
-def model_errors(group, documents, checkpointing=None, train=True):
+def model_of(kind, **changes):
+    """A mixed model by name, or one of Frac layers alone."""
+    return (
+        make_model(num_hidden_layers=2, **changes) if kind is None else make_kind(kind, **changes)
+    )
+
+
+def model_errors(group, documents, checkpointing=None, train=True, kind=None, length=T, **changes):
     """Errors of the loss and of the gradients of all parameters of a language model."""
-    model = make_model(fuse_linear_cross_entropy=True, num_hidden_layers=2).train(train)
+    model = model_of(kind, fuse_linear_cross_entropy=True, **changes).train(train)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, 61, (2 if documents is None else 1, T), generator=generator)
+    ids = torch.randint(3, 61, (2 if documents is None else 1, length), generator=generator)
     labels = shifted_labels(ids, documents)
 
     def loss_of(start, end, bounds):
@@ -101,11 +110,11 @@ def model_errors(group, documents, checkpointing=None, train=True):
             use_cache=False,
         ).loss
 
-    loss = loss_of(0, T, bounds_of(documents))
+    loss = loss_of(0, length, bounds_of(documents))
     loss.backward()
     expected = summed_gradients(model, None)
     model.set_context_group(group)
-    start, end = (T * r // group.size() for r in (group.rank(), group.rank() + 1))
+    start, end = (length * r // group.size() for r in (group.rank(), group.rank() + 1))
     share = loss_of(start, end, bounds_of(documents, start, end))
     share.backward()
     errors = gradient_errors(summed_gradients(model, group), expected)
@@ -115,9 +124,9 @@ def model_errors(group, documents, checkpointing=None, train=True):
 
 
 @torch.no_grad()
-def cached_errors(group):
+def cached_errors(group, kind=None):
     """The states that the last rank's cache holds continue the row, without the group."""
-    model = make_model(num_hidden_layers=2)
+    model = model_of(kind)
     ids = torch.randint(3, 61, (2, T + 1), generator=torch.Generator().manual_seed(5))
     start, end = (T * r // group.size() for r in (group.rank(), group.rank() + 1))
     model.set_context_group(group)
@@ -132,12 +141,30 @@ def cached_errors(group):
     return errors
 
 
+@torch.no_grad()
+def packed_cache_errors(group, kind):
+    """The same of the documents that the last slice holds, all of which go on."""
+    documents, model = [0, 3, 27, 29, T], make_kind(kind)
+    ids = torch.randint(3, 61, (1, T), generator=torch.Generator().manual_seed(5))
+    start, end = (T * r // group.size() for r in (group.rank(), group.rank() + 1))
+    model.set_context_group(group)
+    bounds = bounds_of(documents, start, end)
+    cache = model(ids[:, start:end], cu_seqlens=bounds, use_cache=True).past_key_values
+    model.set_context_group(None)
+    if end < T:
+        return []
+    token = torch.full((3, 1), 7)
+    steps = model(token, past_key_values=cache, use_cache=True).logits
+    alone = [torch.cat([ids[:, b:e], token[:1]], 1) for b, e in ((3, 27), (27, 29), (29, T))]
+    whole = torch.cat([model(x).logits[:, -1:] for x in alone])
+    return [relative_error(steps, whole)]
+
+
 def layer_cases(groups):
     results = {}
     for n, group in groups.items():
         for name, documents in DOCUMENTS.items():
             results[f"mixer: {name} {n}"] = mixer_errors(group, documents)
-            results[f"model: {name} {n}"] = model_errors(group, documents)
         several = DOCUMENTS["over several slices"]
         results[f"mixer: one tap {n}"] = mixer_errors(group, several, conv_kernel=1)
         results[f"mixer: slices of K - 1 tokens {n}"] = mixer_errors(group, None, length=3 * n)
@@ -146,6 +173,25 @@ def layer_cases(groups):
             results[name] = model_errors(group, several, checkpointing=reentrant)
         results[f"logits: in float32 {n}"] = model_errors(group, several, train=False)
         results[f"logits: from a cache {n}"] = cached_errors(group)
+    # All of what follows needs the states of more than one rank before.
+    group = groups[4]
+    for name, documents in DOCUMENTS.items():
+        results[f"model: {name} 4"] = model_errors(group, documents)
+        results[f"delta mixer: {name}"] = mixer_errors(group, documents, make=make_delta)
+    for kind in KINDS:
+        results[f"{kind}: several"] = model_errors(group, several, kind=kind)
+    mixed, empty = "all", DOCUMENTS["all kinds, and empty ones"]
+    results |= {
+        f"{mixed}: empty": model_errors(group, empty, kind=mixed, checkpointing=True),
+        # Slices of more than two windows.
+        f"{mixed}: uneven": model_errors(group, None, kind=mixed, length=30, sliding_window=3),
+        # Its softmax is float32.
+        "logits: of eager attention 4": model_errors(
+            group, None, kind="transformer", attn_implementation="eager"
+        ),
+        "cache: rows": cached_errors(group, mixed),
+        "cache: packed": packed_cache_errors(group, mixed),
+    }
     return results
 
 
@@ -161,9 +207,18 @@ def test_mixers_share_a_row(results, case, ranks):
         assert all(error < EXACT for error in result[f"mixer: {case} {ranks}"])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_delta_mixers_share_a_row(results, case):
+    for result in results:
+        assert all(error < EXACT for error in result[f"delta mixer: {case}"])
+
+
+CHECKPOINTING = ["checkpointing, reentrant True", "checkpointing, reentrant False"]
+
+
 @pytest.mark.parametrize(
-    "case", [*DOCUMENTS, "checkpointing, reentrant True", "checkpointing, reentrant False"]
+    ("case", "ranks"),
+    [*((case, 4) for case in [*DOCUMENTS, *CHECKPOINTING]), *((case, 2) for case in CHECKPOINTING)],
 )
 def test_models_share_a_row(results, case, ranks):
     """Loss and gradients, summed over ranks, one of which has no label that counts."""
@@ -171,8 +226,29 @@ def test_models_share_a_row(results, case, ranks):
         assert all(error < EXACT for error in result[f"model: {case} {ranks}"])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", ["in float32", "from a cache"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_models_share_a_row(results, kind):
+    """States of every mixer go on, and attention sees the tokens of all ranks before."""
+    for result in results:
+        found = {name: x for name, x in result.items() if name.startswith(f"{kind}: ")}
+        assert len(found) == (3 if kind == "all" else 1)
+        assert all(error < EXACT for errors in found.values() for error in errors)
+
+
+@pytest.mark.parametrize("case", ["rows", "packed"])
+def test_the_last_cache_of_mixed_models_goes_on(results, case):
+    assert results[-1][f"cache: {case}"]
+    for result in results:
+        assert all(error < 1e-6 for error in result[f"cache: {case}"])
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        *((case, ranks) for case in ("in float32", "from a cache") for ranks in (2, 4)),
+        ("of eager attention", 4),
+    ],
+)
 def test_logits_of_shared_rows(results, case, ranks):
     # Logits are rounded to float32, and the loss is computed from them: 6e-8 a rounding.
     for result in results:
@@ -210,5 +286,18 @@ def test_errors_name_the_argument(alone):
         cache = model(ids, use_cache=True).past_key_values
         with pytest.raises(ValueError, match="set context_group to None to continue"):
             model(ids[:, :1], past_key_values=cache, use_cache=True)
+    mixed = make_kind("transformer", num_hidden_layers=1)
+    mixed.set_context_group(alone)
+    with torch.no_grad():
+        cache = mixed(ids, use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=r"must be empty .* call set_context_group\(None\) to cont"
+    ):
+        mixed(ids[:, :1], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="attention_mask must be None with a context_group"):
+        mixed(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]))
+    mixed.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="must be 'sdpa' or 'eager' with a context_group, got 'fl"):
+        mixed(ids)
     # A mask without padding is no mask.
     assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, model(ids).logits)

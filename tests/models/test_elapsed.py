@@ -8,6 +8,7 @@ import torch
 from flash_frac.models.inputs import random_elapsed
 from tests.errors import assert_as_good
 from tests.models.conftest import make_model, on_backend
+from tests.models.hybrids import make_kind
 
 close = torch.testing.assert_close
 
@@ -23,6 +24,22 @@ def test_given_times_reach_every_layer(model, ids):
     one = model(ids[:, :1], elapsed=times[:, :1], use_cache=True)
     two = model(ids[:, 1:2], elapsed=times[:, 1:2], past_key_values=one.past_key_values)
     close(two.logits[:, 0], whole.logits[:, 1])
+
+
+@torch.no_grad()
+def test_delta_layers_know_time_and_attention_does_not(ids):
+    """Of a delta layer it multiplies the decay: with twice the time, half the rate is the same."""
+    times = torch.full(ids.shape, 2.0)
+    attention, delta = make_kind("transformer"), make_kind("delta net")
+    assert torch.equal(attention(ids, elapsed=times).logits, attention(ids).logits)
+    slower = make_kind("delta net")
+    for block in slower.model.layers:
+        block.mixer.A_log.sub_(math.log(2))
+    close(slower(ids, elapsed=times).logits, delta(ids).logits)
+    assert not torch.allclose(delta(ids, elapsed=times).logits, delta(ids).logits)
+    # In training all sequences draw a time, of which attention takes no notice.
+    dilated = make_kind("transformer", frac_time_dilation=16.0).train()
+    assert torch.equal(dilated(ids).logits, attention(ids).logits)
 
 
 @torch.no_grad()

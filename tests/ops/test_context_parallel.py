@@ -13,9 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from flash_frac.ops import frac_scan
-from flash_frac.ops.context_parallel import _SliceSummary, sharded_scan, window_before
-from flash_frac.ops.testing import random_inputs, relative_error
+from flash_frac.ops import delta_scan, frac_scan
+from flash_frac.ops.context_parallel import (
+    _SliceSummary,
+    sharded_delta_scan,
+    sharded_scan,
+    window_before,
+)
+from flash_frac.ops.testing import (
+    DeltaInputs,
+    ScanInputs,
+    random_delta_inputs,
+    random_inputs,
+    relative_error,
+)
 
 EXACT = 1e-12  # float64 against float64, relative: a thousand roundings
 RANKS = 4
@@ -65,10 +76,20 @@ def alone():
     dist.destroy_process_group()
 
 
+# The scan of whole rows and that of slices, by their inputs.
+SCANS = {ScanInputs: (frac_scan, sharded_scan), DeltaInputs: (delta_scan, sharded_delta_scan)}
+
+
+def values(inputs):
+    """What a scan reads: (B, T, H, D)."""
+    return inputs.v if isinstance(inputs, DeltaInputs) else inputs.u
+
+
 def functional_weights(inputs):
     generator = torch.Generator().manual_seed(1)
-    batch, _, heads, modes = inputs.read.shape
-    shapes = (inputs.u.shape, (batch, heads, modes, inputs.u.shape[-1]))
+    # Modes, or key channels.
+    batch, _, heads, rows = inputs[1].shape
+    shapes = (values(inputs).shape, (batch, heads, rows, values(inputs).shape[-1]))
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
@@ -76,8 +97,8 @@ def whole_row(inputs, documents=None, scored=0, backend="auto"):
     """y, the last final state, and the gradients of a functional of both from token `scored` on."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     bounds = None if documents is None else torch.tensor(documents)
-    y, final = frac_scan(*leaves, cu_seqlens=bounds, backend=backend)
-    final = final[-inputs.u.shape[0] :]
+    y, final = SCANS[type(inputs)][0](*leaves, cu_seqlens=bounds, backend=backend)
+    final = final[-values(inputs).shape[0] :]
     weights = functional_weights(inputs)
     weights[0][:, :scored] = 0
     ((y.double() * weights[0]).sum() + (final.double() * weights[1]).sum()).backward()
@@ -86,12 +107,13 @@ def whole_row(inputs, documents=None, scored=0, backend="auto"):
 
 def one_slice(group, inputs, documents=None, scored=0, backend="auto"):
     """As `whole_row`, of this rank's slice, and where the slice lies."""
-    length, rank = inputs.u.shape[1], group.rank()
+    length, rank = values(inputs).shape[1], group.rank()
     start, end = (length * r // group.size() for r in (rank, rank + 1))
     leaves = [x[:, start:end].clone().requires_grad_() for x in inputs]
     bounds = None if documents is None else local_boundaries(documents, start, end)
-    y, final = sharded_scan(*leaves, group=group, cu_seqlens=bounds, backend=backend)
-    final = final[-inputs.u.shape[0] :]
+    scan = SCANS[type(inputs)][1]
+    y, final = scan(*leaves, group=group, cu_seqlens=bounds, backend=backend)
+    final = final[-values(inputs).shape[0] :]
     weights = functional_weights(inputs)
     weights[0][:, :scored] = 0
     loss = (y.double() * weights[0][:, start:end]).sum()
@@ -102,25 +124,25 @@ def one_slice(group, inputs, documents=None, scored=0, backend="auto"):
 
 
 def compare(group, inputs, reference=None, **options):
-    """Errors of y, the final state (on the last rank) and the four gradients of this slice."""
+    """Errors of y, the final state (on the last rank) and the gradients of this slice."""
     got, where = one_slice(group, inputs, **options)
     y, final, gradients = whole_row(inputs if reference is None else reference, **options)
     errors = [relative_error(got[0], y[:, where])]
     errors += [relative_error(g, e[:, where]) for g, e in zip(got[2], gradients, strict=True)]
-    if where.stop == inputs.u.shape[1]:
+    if where.stop == values(inputs).shape[1]:
         errors.append(relative_error(got[1], final))
     return errors
 
 
-def rounding(group, dtype):
+def rounding(group, dtype, draw=random_inputs):
     """Errors of float32 or bfloat16 slices, relative to those of the whole row in that dtype."""
-    exact = random_inputs(2, T, 2, 16, 32, dtype=torch.float64).to(dtype).to(torch.float64)
+    exact = draw(2, T, 2, 16, 32, dtype=torch.float64).to(dtype).to(torch.float64)
     errors = compare(group, exact.to(dtype), reference=exact)
     (y, _, gradients), where = whole_row(exact.to(dtype)), one_slice(group, exact)[1]
     exact_y, _, exact_gradients = whole_row(exact)
     pairs = zip([y, *gradients], [exact_y, *exact_gradients], strict=True)
     usual = [relative_error(a[:, where], b[:, where]) for a, b in pairs]
-    return [e / u for e, u in zip(errors[:5], usual, strict=True)]
+    return [e / u for e, u in zip(errors[: len(usual)], usual, strict=True)]
 
 
 def traffic(group):
@@ -133,11 +155,13 @@ def traffic(group):
     )
     batch, heads, modes, channels, taps = 2, 3, 8, 5, 4
     one_slice(group, random_inputs(batch, T, heads, modes, channels))
+    one_slice(group, random_delta_inputs(batch, T, heads, modes, channels))
     x = torch.randn(batch, T, 7, dtype=torch.bfloat16, requires_grad=True)
     window_before(x, taps, group=group).sum().backward()
     dist.all_gather, dist.reduce_scatter = gather, scatter
-    scan, window = 4 * batch * heads * modes * (channels + 1), 2 * batch * 7 * (taps - 1)
-    return sent, [scan, scan, window, window]
+    state, window = 4 * batch * heads * modes, 2 * batch * 7 * (taps - 1)
+    scan, delta = state * (channels + 1), state * (channels + modes)
+    return sent, [scan, scan, delta, delta, window, window]
 
 
 def window_errors(group):
@@ -175,6 +199,24 @@ def scan_cases(groups):
         results[f"float32 {n}"] = rounding(group, torch.float32)
         results[f"bfloat16 {n}"] = rounding(group, torch.bfloat16)
     results["traffic"] = traffic(groups[4])
+    return results | delta_cases(groups[4])
+
+
+def delta_cases(group):
+    """The same for the delta rule, where it matters that there are ranks between."""
+    inputs, packed = (
+        random_delta_inputs(batch, T, 2, 8, 5, dtype=torch.float64) for batch in (2, 1)
+    )
+    uneven = random_delta_inputs(1, 37, 1, 4, 3, dtype=torch.float64)
+    results = {
+        "delta rows": compare(group, inputs),
+        "delta last token": compare(group, inputs, scored=T - 1),
+        "delta uneven": compare(group, uneven, backend="recurrent"),
+    }
+    for name, documents in DOCUMENTS.items():
+        results[f"delta {name}"] = compare(group, packed, documents=documents)
+    for dtype in (torch.float32, torch.bfloat16):
+        results[f"delta in {dtype}"] = rounding(group, dtype, random_delta_inputs)
     return results
 
 
@@ -190,6 +232,12 @@ def test_slices_are_the_whole_row(results, case, ranks):
         assert all(error < EXACT for error in result[f"{case} {ranks}"])
 
 
+@pytest.mark.parametrize("case", ["rows", "last token", "uneven", *DOCUMENTS])
+def test_slices_of_the_delta_rule_are_the_whole_row(results, case):
+    for result in results:
+        assert all(error < EXACT for error in result[f"delta {case}"])
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_windows_are_the_tokens_before(results, ranks):
     assert all(error == 0 for result in results for error in result[f"windows {ranks}"])
@@ -199,6 +247,11 @@ def test_windows_are_the_tokens_before(results, ranks):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slices_round_as_the_whole_row_does(results, dtype, ranks):
     assert all(ratio < 2 for result in results for ratio in result[f"{dtype} {ranks}"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_of_the_delta_rule_round_as_the_whole_row_does(results, dtype):
+    assert all(ratio < 2 for result in results for ratio in result[f"delta in {dtype}"])
 
 
 def test_traffic_is_what_is_documented(results):
@@ -212,6 +265,9 @@ def test_one_slice_is_the_scan(alone):
     y, state = sharded_scan(*inputs, group=alone)
     for got, expected in zip((y, state), frac_scan(*inputs), strict=True):
         assert torch.equal(got, expected)
+    delta = random_delta_inputs(2, 20, 2, 4, 3)
+    pairs = zip(sharded_delta_scan(*delta, group=alone), delta_scan(*delta), strict=True)
+    assert all(torch.equal(got, expected) for got, expected in pairs)
 
 
 def test_autocast_does_not_touch_the_slices(alone):
@@ -241,6 +297,11 @@ def test_errors_name_the_argument(alone):
         sharded_scan(*inputs[:2], inputs.write[..., :3], inputs.log_decay, group=alone)
     with pytest.raises(ValueError, match="u must hold at least one token; cut the row"):
         sharded_scan(*(x[:, :0] for x in inputs), group=alone)
+    delta = random_delta_inputs(2, 6, 2, 4, 3)
+    with pytest.raises(ValueError, match="v must hold at least one token; cut the row"):
+        sharded_delta_scan(*(x[:, :0] for x in delta), group=alone)
+    with pytest.raises(ValueError, match=r"k must have shape \(2, 6, 2, 4\)"):
+        sharded_delta_scan(delta.q, delta.k[..., :3], *delta[2:], group=alone)
     with pytest.raises(ValueError, match="cu_seqlens needs one packed row"):
         sharded_scan(*inputs, group=alone, cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match="group must hold this process"):

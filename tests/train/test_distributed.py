@@ -18,6 +18,10 @@ from tests.train.runs import finish, start_together
 STEPS = 5
 SHARDED = ["--fsdp", "--fsdp_config", '{"state_dict_type": "SHARDED_STATE_DICT"}']
 
+# Every type of layer.
+MIXED = {"mixer_types": ["frac", "delta", "attention", "sliding_attention"], "sliding_window": 9}
+MIXED |= {"num_hidden_layers": 4, "mlp_intermediate_size": 24, "attention_positions": "none"}
+
 
 def run(processes, path, *arguments):
     """`frac train` in several processes, on CPUs."""
@@ -78,7 +82,7 @@ def test_sharded(compare, tmp_path):
 
 def test_sharded_with_whole_checkpoints(compare):
     """As `fsdp` alone has it: each is a folder for from_pretrained, and can be resumed."""
-    path, folder = compare(4, "--fsdp", "true", batch=1)
+    path, folder = compare(4, "--fsdp", "true", batch=1, config_overrides=MIXED)
     assert_same_model(folder / f"checkpoint-{STEPS}", folder / "final")
     resume_is_exact(4, path, folder, "--fsdp", "true")
 
@@ -112,4 +116,5 @@ def test_context_parallel_beside_data_parallel(compare):
 
 
 def test_context_parallel_over_four(compare):
-    compare(4, "--context_parallel_size", "4", batch=1, whole=1, separate_documents=True)
+    changes = {"separate_documents": True, "config_overrides": MIXED}
+    compare(4, "--context_parallel_size", "4", batch=1, whole=1, **changes)

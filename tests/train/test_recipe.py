@@ -193,7 +193,7 @@ def test_a_recipe_by_name_or_by_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smal", r"no recipe smal; .*: frac-1.3b, frac-390m, frac-dna, small, stateful"),
+        ("smal", r"no recipe smal; .*: frac-1.3b, frac-390m, frac-delta-1.3b, .*small, stateful"),
         ("recipes/small.yaml", r"no recipe recipes/small.yaml \(.*: frac train small\)"),
         ("other.yaml", "no recipe other.yaml; .*small, stateful"),
         (".", r"no recipe \.; give the path of a YAML file"),
@@ -234,12 +234,20 @@ def test_a_configuration_that_is_not_there(write_recipe, tmp_path, monkeypatch):
         load_recipe(path, ["--config_name", "frac-30"])
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("frac-1.3b", 100e9), ("frac-390m", 30e9)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("frac-1.3b", 100e9),
+        ("frac-mixed-1.3b", 100e9),
+        ("frac-delta-1.3b", 100e9),
+        ("frac-390m", 30e9),
+    ],
+)
 def test_the_papers_runs(name, tokens):
     """A million tokens a step, on 16 and on 8 GPUs, learning rate and decay as in the paper."""
     recipe = load_recipe(name, CPU)
     args = recipe.training
-    gpus = 16 if name == "frac-1.3b" else 8
+    gpus = 16 if name.endswith("1.3b") else 8
     sequences = gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps
     step = sequences * recipe.data.sequence_length
     assert step == 2**20

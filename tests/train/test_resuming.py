@@ -16,6 +16,10 @@ from flash_frac.train.monitor import LOG_NAME, read_lines
 from tests.commands import frac
 from tests.train.runs import assert_same_weights, finish, losses, start, weights
 
+# What has a state of fixed size.
+CARRIED = {"mixer_types": ["frac", "delta", "sliding_attention"], "sliding_window": 20}
+CARRIED |= {"num_hidden_layers": 3}
+
 
 def kill_at(process, log, step):
     """Kill -9 as soon as the log shows a step."""
@@ -78,7 +82,7 @@ def interrupted(monkeypatch, recipe, step):
     "changes",
     [
         {"separate_documents": True},
-        {"separate_documents": True, "stateful": True},
+        {"separate_documents": True, "stateful": True, "config_overrides": CARRIED},
         {"num_train_epochs": 2, "max_steps": -1, "sequence_length": 512, "save_steps": 5},
     ],
     ids=["documents apart", "stateful", "epochs"],

@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import FracTrainer, decayed_parameters, load_recipe, train
+from flash_frac.train.flops import training_flops
 from flash_frac.train.monitor import LOG_NAME, describe, read_lines
 from flash_frac.train.nonfinite import NotFiniteError
+from tests.commands import frac
 from tests.tiny import tiny_config
 from tests.train.runs import losses
 
@@ -21,7 +23,7 @@ def test_what_a_run_says_at_its_start(write_recipe, tmp_path, capsys):
     for steps, last in ((2, f"New run in {tmp_path}/run"), (3, resuming)):
         result = train(load_recipe(write_recipe(max_steps=steps, eval_strategy="no")))
         model, text, held_out, beginning = capsys.readouterr().out.splitlines()
-        assert model == f"Model: {result.model.num_parameters():,} parameters"
+        assert model == f"Model: {result.model.num_parameters():,} parameters, layers: 2 frac"
         store = result.splits.train
         counts = f"{store.num_tokens:,} tokens in {store.num_documents} documents"
         assert text == f"Training text: {counts}" and held_out.startswith("Held out: ")
@@ -153,6 +155,20 @@ def test_weight_decay_spares_what_carries_time():
     }
 
 
+def test_weight_decay_of_delta_layers():
+    from flash_frac.models import FracForCausalLM
+
+    changes = {"mixer_types": ["delta"], "mlp_intermediate_size": 8, "num_hidden_layers": 1}
+    model = FracForCausalLM(tiny_config(**changes))
+    spared = {name for name, _ in model.named_parameters()} - set(decayed_parameters(model))
+    block, mixer = "model.layers.0.", "model.layers.0.mixer."
+    assert spared == {
+        "model.norm.weight",
+        *(f"{block}{name}.weight" for name in ("norm", "mlp_norm")),
+        *(f"{mixer}{name}" for name in ("A_log", "dt_bias", "o_norm.weight")),
+    }
+
+
 def test_the_optimizer_has_these_groups(write_recipe):
     recipe = load_recipe(write_recipe(max_steps=1))
     seen = []
@@ -262,19 +278,80 @@ def test_too_little_text_for_a_batch(write_recipe):
         train(load_recipe(write_recipe(sequence_length=20_000)))
 
 
-def test_hybrid_models(write_recipe, tmp_path):
+MIXED = {"mixer_types": ["frac", "delta", "attention", "sliding_attention"], "sliding_window": 9}
+MIXED |= {"num_hidden_layers": 4, "mlp_intermediate_size": 24}
+
+
+def test_hybrid_models(write_recipe, tmp_path, capsys):
     """Attention layers train on packed documents; states of lanes cannot be carried for them."""
-    recipe = write_recipe(separate_documents=True, memory_law_steps=3, peak_tflops=1.0)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_layers": [1]}))
+    recipe = write_recipe(separate_documents=True, memory_law_steps=3, config_overrides=MIXED)
     train(load_recipe(recipe))
     seen = losses(tmp_path / "run")
     assert seen[-1][1] < seen[0][1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert model.config.mixer_types == MIXED["mixer_types"]
+    assert "layers: 1 frac, 1 delta, 1 attention, 1 sliding_attention\n" in capsys.readouterr().out
     names = decayed_parameters(model)
-    assert "model.layers.1.self_attn.q_proj.weight" in names
-    assert "model.layers.1.self_attn.q_norm.weight" not in names
+    assert "model.layers.2.self_attn.q_proj.weight" in names
+    assert "model.layers.2.self_attn.q_norm.weight" not in names
+    laws = [line for line in read_lines(tmp_path / "run" / LOG_NAME) if "memory/horizon" in line]
+    assert len(laws) == 2 and not any("layer_1/" in name for name in laws[0])
     stateful = load_recipe(recipe, ["--stateful", "true", "--output_dir", str(tmp_path / "other")])
-    with pytest.raises(ValueError, match="stateful must be false for a model with attention_laye"):
+    with pytest.raises(ValueError, match="stateful must be false for a model with full attention"):
         train(stateful)
+
+
+SHRUNK = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+SHRUNK |= {"mlp_intermediate_size": 24, "frac_num_modes": 4, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "layers"),
+    [
+        ("frac-mixed-30m", {}, "3 frac, 1 attention"),
+        ("frac-mixed-1.3b", {"mixer_types": ["attention"]}, "4 attention"),
+        ("frac-delta-30m", {"delta_num_heads": 2, "delta_head_dim": 4}, "3 frac, 1 delta"),
+        ("frac-delta-1.3b", {"delta_num_heads": 2, "delta_head_dim": 4}, "3 frac, 1 delta"),
+    ],
+)
+def test_recipes_of_mixed_models(name, more, layers, text_folder, cache_folder, tmp_path):
+    """As they are installed, with a small model, text and batch."""
+    values = {"config_overrides": json.dumps({**SHRUNK, **more}), "output_dir": tmp_path / "run"}
+    values |= {"data_files": text_folder, "cache_dir": cache_folder, "tokenizer": "bytes"}
+    values |= {"sequence_length": 64, "max_steps": 3, "per_device_train_batch_size": 2}
+    values |= {"logging_steps": 1, "held_out": 0.1, "bf16": "false", "report_to": "none"}
+    values |= {
+        "warmup_steps": 0,
+        "memory_law_steps": 3,
+        "gradient_accumulation_steps": 1,
+        "optim": "adamw_torch",
+    }
+    done = frac("train", name, "--use_cpu", *(f"--{key}={value}" for key, value in values.items()))
+    assert done.returncode == 0, done.stderr
+    assert f"layers: {layers}\n" in done.stdout
+    seen = losses(tmp_path / "run")
+    assert len(seen) == 3 and seen[-1][1] < seen[0][1]
+
+
+def test_mfu_counts_what_attention_sees(write_recipe, monkeypatch):
+    """By the documents of all batches since the last log; and so does the total in checkpoints."""
+    plain, costs = FracTrainer.compute_loss, []
+
+    def spy(self, model, inputs, *args, **kwargs):
+        lengths = inputs["cu_seqlens"].diff().tolist()
+        seen = [n for length in lengths for n in range(1, length + 1)]
+        means = sum(seen) / len(seen), sum(min(n, 9) for n in seen) / len(seen)
+        costs.append(training_flops(model.config, *means))
+        return plain(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(FracTrainer, "compute_loss", spy)
+    changes = {"separate_documents": True, "peak_tflops": 1.0, "eval_strategy": "no"}
+    changes |= {"logging_steps": 3, "max_steps": 3, "config_overrides": MIXED}
+    history = train(load_recipe(write_recipe(**changes))).history
+    log = next(log for log in history if "mfu" in log)
+    # All batches have as many tokens.
+    assert len(set(costs)) > 1
+    cost = log["mfu"] * 1e12 / log["tokens_per_second"]
+    # Both are three times a whole number.
+    assert cost == pytest.approx(sum(costs) / 3, abs=3)
+    assert history[-1]["total_flos"] == 128 * sum(costs)
