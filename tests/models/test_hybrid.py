@@ -330,8 +330,8 @@ def test_regrid_changes_frac_layers_only(ids, kind):
 
 
 def test_the_document_runs():
-    document = Path(__file__).parents[2] / "docs" / "hybrid.md"
+    document = Path(__file__).parents[2] / "docs" / "mixed.md"
     (block,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     names: dict = {}
-    exec(compile(block, "docs/hybrid.md", "exec"), names)
+    exec(compile(block, "docs/mixed.md", "exec"), names)
     assert torch.equal(names["text"], greedy_by_hand(names["model"], names["prompt"], 20))
