@@ -25,9 +25,10 @@ from flash_frac.layers.base import RecurrentMixer
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import RMSNorm
-from flash_frac.layers.plain import can_join, joined_linear
+from flash_frac.layers.plain import can_join, is_watched, joined_linear, linear, steps_directly
 from flash_frac.layers.state import MixerState
-from flash_frac.ops import causal_conv, delta_scan, delta_step, swiglu, uses_triton
+from flash_frac.ops import causal_conv, delta_scan, delta_step, swiglu
+from flash_frac.ops.backends import MOST_KEYS, MOST_VALUES
 from flash_frac.ops.context_parallel import sharded_delta_scan, window_before
 
 if TYPE_CHECKING:
@@ -243,12 +244,18 @@ class DeltaMixer(RecurrentMixer):
         return DeltaInputs(_unit(q, self.head_dim**-0.5), _unit(k), v, beta, log_decay, window)
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
-        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, Triton."""
+        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        parts = (*linears, *convolutions, self.o_proj)
         return (
-            x.shape[1] == 1
-            and not torch.is_grad_enabled()
-            and uses_triton(self.backend, x)
-            and self.context_group is None
+            self.context_group is None
+            and type(self.o_norm) is RMSNorm
+            and not is_watched(self.o_norm)
+            and self.head_dim <= MOST_KEYS
+            and self.value_dim <= MOST_VALUES
+            and all(part.bias is None for part in convolutions)
+            and steps_directly(self, x, norm, parts, self.backend)
         )
 
     def step_in_place(
@@ -256,12 +263,25 @@ class DeltaMixer(RecurrentMixer):
     ) -> Tensor:
         """x + mixer(norm(x)) for one token (B, 1, E); `state` becomes the next state.
 
-        Its memory stays where it is, as a CUDA graph needs it. All modules are called.
+        Each weight is read once, and all between convolution and o_proj is one kernel.
         """
-        y, after = self(norm(x), state=state, attention_mask=attention_mask)
-        state.recurrent.copy_(after.recurrent)
-        state.conv.copy_(after.conv)
-        return x + y
+        from flash_frac.ops.decode.triton import fused_conv_step
+        from flash_frac.ops.delta.step import fused_delta_step
+
+        hidden = x[:, 0]
+        mask = None if attention_mask is None else attention_mask[:, 0]
+        projections = (self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
+        *qkv, a, b, gate = (linear(hidden, layer, norm) for layer in projections)
+        taps = torch.cat([conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+        u = fused_conv_step(torch.cat(qkv, -1), taps, None, state.conv, mask=mask)
+        gated = fused_delta_step(
+            *(u, a, b, self.A_log, self.dt_bias, state.recurrent),
+            mask=mask,
+            gate=gate,
+            norm_weight=self.o_norm.weight,
+            eps=self.o_norm.eps,
+        )
+        return linear(gated.flatten(1), self.o_proj, residual=hidden)[:, None]
 
     def _convolve(
         self, qkv: Tensor, sizes: list[int], window: Tensor | None, options: dict
