@@ -106,16 +106,18 @@ def delta_by_distance(mixer: DeltaMixer, x: Tensor, *, max_queries: int) -> ByDi
     of value s the number Γ[t_i, s]: one backward pass for Q rows.
     """
     parts = mixer.scan_inputs(x)
-    wide = [tensor.detach().double() for tensor in (*parts[:2], *parts[3:5])]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = [tensor.detach().to(dtype) for tensor in (*parts[:2], *parts[3:5])]
     num_tokens, num_heads = x.shape[1], mixer.num_heads
     positions = _positions(num_tokens, max_queries)
     pieces = _pieces(positions, num_heads * num_tokens)
 
     def rows() -> Iterator[tuple[int, Tensor]]:
         for row in range(len(x)):
-            q, k, beta, log_decay = (tensor[row : row + 1] for tensor in wide)
             for piece in pieces:
-                v = q.new_zeros(1, num_tokens, num_heads, len(piece), requires_grad=True)
+                # No token after the last of them is in any of their rows.
+                q, k, beta, log_decay = (x[row : row + 1, : piece[-1] + 1] for x in wide)
+                v = q.new_zeros(*q.shape[:3], len(piece), requires_grad=True)
                 with torch.enable_grad():
                     y = delta_scan(q, k, v, beta, log_decay, backend="torch").y
                 slope = torch.zeros_like(y)

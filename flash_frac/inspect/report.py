@@ -80,7 +80,7 @@ def inspect_model(
         )
     lags = log_spaced_lags(num_tokens, num_lags=num_lags)
     layers: list[LayerReport] = []
-    types = model.config.mixer_types
+    config: Any = model.config
 
     def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
         dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
@@ -92,25 +92,8 @@ def inspect_model(
         layers.append(LayerReport(number=layer, type="frac", sources=sources, **found))
 
     def visit_content(layer: int, mixer: Attention | DeltaMixer, x: Tensor, inputs: Any) -> None:
-        measure = _attention_layer if isinstance(mixer, Attention) else _delta_layer
-        weights, found = measure(mixer, x, inputs, max_queries)
-        response, sources = weights.response(lags)
-        heads = [
-            HeadReport(**_laws(lags, response[h], factor), **head)
-            for h, head in enumerate(found.pop("heads"))
-        ]
-        laws = _laws(lags, response.mean(0), factor)
-        layers.append(
-            LayerReport(
-                number=layer,
-                type=types[layer],
-                sources=sources,
-                tau=[],
-                heads=heads,
-                **laws,
-                **found,
-            )
-        )
+        found = _content_layer(mixer, x, inputs, lags, factor, max_queries)
+        layers.append(LayerReport(number=layer, type=config.mixer_types[layer], **found))
 
     visit_layers(model, input_ids, visit, visit_content=visit_content)
     path = [part for part in str(getattr(model, "name_or_path", "")).split("/") if part]
@@ -164,6 +147,27 @@ def _frac_layer(
     }
 
 
+def _content_layer(
+    mixer: Attention | DeltaMixer,
+    x: Tensor,
+    inputs: dict[str, Any],
+    lags: np.ndarray,
+    factor: float,
+    max_queries: int,
+) -> dict[str, Any]:
+    if isinstance(mixer, Attention):
+        weights, found = _attention_layer(mixer, x, inputs, max_queries)
+    else:
+        weights, found = _delta_layer(mixer, x, max_queries)
+    response, sources = weights.response(lags)
+    heads = [
+        HeadReport(**_laws(lags, response[h], factor), **head)
+        for h, head in enumerate(found.pop("heads"))
+    ]
+    laws = _laws(lags, response.mean(0), factor)
+    return {"sources": sources, "tau": [], "heads": heads, **laws, **found}
+
+
 def _attention_layer(
     attention: Attention, x: Tensor, inputs: dict[str, Any], max_queries: int
 ) -> tuple[ByDistance, dict[str, Any]]:
@@ -179,7 +183,7 @@ def _attention_layer(
 
 
 def _delta_layer(
-    mixer: DeltaMixer, x: Tensor, inputs: dict[str, Any], max_queries: int
+    mixer: DeltaMixer, x: Tensor, max_queries: int
 ) -> tuple[ByDistance, dict[str, Any]]:
     """As of attention; instead of distances, the distributions of its gates."""
     weights = delta_by_distance(mixer, x, max_queries=max_queries)

@@ -77,7 +77,7 @@ class FracConfig(PreTrainedConfig):
         frac_beta: "exact_zoh" for (1 - rho) / lambda instead of "one_minus_rho".
     "Pure multiscale bank" is frac_alpha_fixed=1, both priors False and frac_learned_timescales.
 
-    Mixed models, in which layers have other mixers than Frac (docs/hybrid.md):
+    Mixed models, in which layers have other mixers than Frac (docs/mixed.md):
         mixer_types: one of "frac", "delta", "attention" and "sliding_attention" for each layer, or
             a shorter pattern that repeats; all "frac" if None. Stored with one for each layer.
         attention_layers: older name, still read: numbers from 0 of attention layers, the others

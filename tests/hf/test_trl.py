@@ -1,5 +1,7 @@
 """TRL's SFTTrainer: packed documents do not read each other; what it saves loads by itself."""
 
+from functools import partial
+
 import pytest
 import torch
 from datasets import Dataset
@@ -7,7 +9,7 @@ from datasets import Dataset
 from flash_frac.data import byte_tokenizer
 from tests.hf.test_checkpoints import assert_loads_in_new_processes
 from tests.models.conftest import make_model
-from tests.models.hybrids import make_hybrid
+from tests.models.hybrids import make_kind
 from tests.models.test_boundaries import loss_one_by_one
 
 trl = pytest.importorskip("trl")
@@ -35,10 +37,10 @@ def trainer_of(model, documents, folder, **options):
     return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=byte_tokenizer())
 
 
-@pytest.mark.parametrize("make", [make_model, make_hybrid])
+@pytest.mark.parametrize("make", [make_model, partial(make_kind, "all")], ids=["frac", "all"])
 @pytest.mark.parametrize("options", [{}, {"padding_free": True}, {"packing": True}])
 def test_sft(make, documents, options, tmp_path):
-    model = make(torch.float32, vocab_size=259)
+    model = make(dtype=torch.float32, vocab_size=259)
     expected = loss_one_by_one(model, documents)
     trainer = trainer_of(model, documents, tmp_path, **options)
     batch = next(iter(trainer.get_train_dataloader()))

@@ -5,7 +5,7 @@ import torch
 
 from flash_frac.models.cache import FracStaticCache
 from tests.models.conftest import make_model
-from tests.models.hybrids import OPTIONS, close, make_hybrid
+from tests.models.hybrids import OPTIONS, close, make_hybrid, make_kind
 
 
 @torch.no_grad()
@@ -25,6 +25,22 @@ def test_attentions_of_a_hybrid_model(ids, implementation):
     close(out.logits, plain.logits)
     generated = model.generate(ids, output_attentions=True, return_dict_in_generate=True, **OPTIONS)
     assert [len(step) for step in generated.attentions] == [2] * 12
+
+
+@torch.no_grad()
+def test_attentions_of_sliding_layers(ids):
+    """In the order of the layers; of those that slide, nothing beyond the window."""
+    model = make_kind("all", torch.float32)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    out = model(ids, attention_mask=mask, output_attentions=True)
+    sliding, full = out.attentions
+    real = mask[:, None, :, None] == 1
+    assert (sliding.tril(-7) == 0).all() and (full.tril(-7)[:, :, 20:] > 0).any()
+    for weights in (sliding, full):
+        close(weights.sum(-1), torch.ones(3, 2, 40))
+        assert not (weights * real)[1, ..., :9].any()
+    close(out.logits[mask == 1], model(ids, attention_mask=mask).logits[mask == 1])
 
 
 def test_attentions_that_are_not_there_are_refused(ids):

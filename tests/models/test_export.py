@@ -1,6 +1,7 @@
 """Checkpoints that name their classes: `auto_map`, and the file that it points to."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_mo
 from flash_frac.models import FracConfig, FracForCausalLM, FracModel
 from flash_frac.models.export import CODE, auto_map, export
 from tests.models.conftest import make_model
+from tests.models.hybrids import make_kind
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +29,10 @@ def assert_names_its_classes(folder):
     assert (folder / "modeling_frac.py").read_text() == CODE
 
 
-def test_auto_map_survives(tmp_path, ids):
+@pytest.mark.parametrize("make", [make_model, partial(make_kind, "all")], ids=["frac", "all"])
+def test_auto_map_survives(tmp_path, ids, make):
     """Saved, exported, loaded with trust_remote_code, saved again; tests/hf: in new processes."""
-    model = make_model(torch.float32)
+    model = make(dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
     assert_names_its_classes(tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "exported")

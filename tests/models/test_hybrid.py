@@ -225,11 +225,13 @@ def test_overfits_one_batch(ids):
 
 
 @torch.no_grad()
-def test_hidden_states_and_classification(model, ids):
+@each_kind
+def test_hidden_states_and_classification(kind, ids):
+    model = make_kind(kind)
     out = model(ids, output_hidden_states=True)
     assert len(out.hidden_states) == 5
     close(out.hidden_states[-1], model.model(ids)[0])
-    judge = make_hybrid(torch.float32, FracForSequenceClassification, num_labels=4)
+    judge = make_kind(kind, model_class=FracForSequenceClassification, num_labels=4)
     longer = torch.cat([ids, torch.zeros(3, 5, dtype=torch.long)], 1)
     close(judge(longer, attention_mask=(longer != 0).long()).logits, judge(ids).logits)
 
@@ -328,8 +330,8 @@ def test_regrid_changes_frac_layers_only(ids, kind):
 
 
 def test_the_document_runs():
-    document = Path(__file__).parents[2] / "docs" / "hybrid.md"
+    document = Path(__file__).parents[2] / "docs" / "mixed.md"
     (block,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     names: dict = {}
-    exec(compile(block, "docs/hybrid.md", "exec"), names)
+    exec(compile(block, "docs/mixed.md", "exec"), names)
     assert torch.equal(names["text"], greedy_by_hand(names["model"], names["prompt"], 20))

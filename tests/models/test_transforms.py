@@ -29,7 +29,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "layers"), [(hidden_loss, {}), (fused_loss, {}), (hidden_loss, OTHERS)]
+    ("loss", "layers"),
+    [
+        (hidden_loss, {}),
+        (fused_loss, {}),
+        (hidden_loss, OTHERS),
+        (hidden_loss, {"mixer_types": ["frac", "delta"]}),
+    ],
 )
 def test_products_with_the_hessian(ids, loss, layers):
     """Of a loss of a small model, against differences of gradients."""

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from flash_frac.ops import frac_scan, frac_step
+from flash_frac.ops.scan.reference import expm1
 from flash_frac.ops.testing import random_inputs, relative_error
 from tests.backends import DEVICE, backends_here
 from tests.errors import assert_all_as_good
@@ -337,3 +338,15 @@ def test_sizes_of_zero(backend):
     empty = [x[:0, 0] for x in random_inputs(2, 6, 2, 4, 3, device=DEVICE)]
     nothing = torch.zeros(0, 2, 4, 3, device=DEVICE)
     assert frac_step(*empty, nothing, backend=backend).y.shape == (0, 2, 3)
+
+
+def test_expm1_in_a_graph():
+    """All digits of slow modes, and -1 for a decay that leaves nothing."""
+
+    class Graph(torch.nn.Module):
+        def forward(self, x):
+            return expm1(x)
+
+    x = torch.tensor([-torch.inf, -1e4, -200.0, -64.0, -1.0, -1e-6, 0.0])
+    got = torch.export.export(Graph(), (x,)).module()(x)
+    torch.testing.assert_close(got, torch.expm1(x), rtol=2**-22, atol=0)
