@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,8 +29,6 @@ from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.timing import exit_if_ours_failed
 from flash_frac.models import FracConfig
 from flash_frac.recipes import find_config
-
-CONFIG = find_config("frac-1.3b") / "config.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("without a GPU a tiny model must be given with --config")
     keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
-    config = FracConfig.from_json_file(options.config or CONFIG)
-    peers = [] if options.no_peers else options.peers
-    chosen = {"parts": options.parts, "peers": peers, "weights": options.weights}
-    asked = {"prompt": options.prompt, "decode_batches": options.batches}
-    sizes = replace(default_sizes(), **{name: x for name, x in asked.items() if x is not None})
+    path = options.config or find_config("frac-1.3b") / "config.json"
+    config = FracConfig.from_json_file(path)
+    chosen = {"parts": options.parts, "weights": options.weights}
+    chosen["peers"] = [] if options.no_peers else options.peers
+    sizes = default_sizes(prompt=options.prompt, decode_batches=options.batches)
     for rows in measure_models(config, sizes=sizes, failures=failures, **chosen):
         keep(rows)
     exit_if_ours_failed(failures)

@@ -22,6 +22,7 @@ from experiments.language_model import CausalModel
 from experiments.long_documents.models import RECIPE, num_inner_parameters
 from experiments.training import Schedule
 from flash_frac.models import FracConfig, FracForCausalLM
+from flash_frac.models.attention import Attention
 
 PARAMETERS = 29_877_280
 """Of frac-30m, without embeddings, which all others come near to."""
@@ -133,6 +134,9 @@ class LibraryModel(CausalModel):
             kind if name.endswith("attention") else name for name in inner.mixer_types
         ]
         inner.config.sliding_window = inner.attention_config.sliding_window = window
+        for module in inner.modules():
+            if isinstance(module, Attention):
+                module.sliding_window = window
 
 
 def make_config(

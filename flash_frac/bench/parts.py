@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,9 +62,10 @@ CPU_SIZES = Sizes(
 )
 
 
-def default_sizes() -> Sizes:
-    """Those of a GPU, or tiny ones on a CPU."""
-    return Sizes() if torch.cuda.is_available() else CPU_SIZES
+def default_sizes(**asked: Any) -> Sizes:
+    """Those of a GPU, or tiny ones on a CPU, with others for what is asked for and not None."""
+    sizes = Sizes() if torch.cuda.is_available() else CPU_SIZES
+    return replace(sizes, **{name: x for name, x in asked.items() if x is not None})
 
 
 class Subject(NamedTuple):

@@ -236,7 +236,8 @@ class FracConfig(PreTrainedConfig):
                 "change intermediate_size instead"
             )
         if "mixer_types" not in own:
-            check_num_layers(config_dict.get("mixer_types"), own.get("num_hidden_layers"))
+            types, count = config_dict.get("mixer_types"), config_dict.get("num_hidden_layers")
+            check_num_layers(types, count, own.get("num_hidden_layers"))
         rest = {name: value for name, value in kwargs.items() if name not in own}
         known = {name: value for name, value in config_dict.items() if name not in foreign}
         result = super().from_dict({**known, **own}, **rest)

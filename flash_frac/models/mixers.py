@@ -66,9 +66,15 @@ def mixer_types_of(
     return expanded
 
 
-def check_num_layers(stored: Sequence[str] | None, count: int | None) -> None:
-    """ValueError if a checkpoint whose layers differ is to have another number of them."""
-    if stored and len(set(stored)) > 1 and count not in (None, len(stored)):
+def check_num_layers(
+    stored: Sequence[str] | None, stored_count: int | None, count: int | None
+) -> None:
+    """ValueError if a checkpoint whose layers differ is to have another number of them.
+
+    A file that has a pattern for more layers than it lists leaves no doubt.
+    """
+    one_each = stored is not None and len(stored) == stored_count and len(set(stored)) > 1
+    if stored is not None and one_each and count not in (None, len(stored)):
         raise ValueError(
             f"num_hidden_layers ({count}) needs mixer_types too, because the {len(stored)} layers "
             f"of the checkpoint differ: {list(stored)}; pass mixer_types=[...], one for each layer"
