@@ -183,10 +183,9 @@ class FracStaticCache(StaticCache):
     @property
     def is_sliding(self) -> list[bool | None]:  # pyright: ignore
         """By layer; None of layers with a state: masks take their size from the first False."""
-        kinds = [hasattr(layer, "recurrent_states") for layer in self.layers]
         return [
-            None if has_state else slides
-            for has_state, slides in zip(kinds, super().is_sliding, strict=True)
+            None if hasattr(layer, "recurrent_states") else getattr(layer, "is_sliding", False)
+            for layer in self.layers
         ]
 
     def place(self, device: torch.device) -> None:
