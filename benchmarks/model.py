@@ -7,8 +7,7 @@ Random weights in bfloat16; on a CPU float32 and tiny sizes, for trying the scri
     prefill  the backbone with its cache, batch 1: eagerly, and ours through `Generator` as well
     decode   tokens/s of steady greedy decoding after a prompt, batch 1 and 64: `generate` of
              transformers, and ours through `Generator` as well; T is the length of the prompt
-    train    forward and backward with labels, gradients set to None before, no optimizer;
-             8 x 4096 tokens
+    train    forward and backward with labels, no optimizer: 8 x 4096 tokens
     small    forward and forward+backward of a model of width 256, our backends in turns
 The kernels are checked in a small model against float64 first. Rows go to <gpu>.csv.
 """
@@ -30,6 +29,8 @@ from flash_frac.bench.timing import exit_if_ours_failed
 from flash_frac.models import FracConfig
 from flash_frac.recipes import find_config
 
+CONFIG = find_config("frac-1.3b") / "config.json"
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     typed = sys.argv[1:] if arguments is None else arguments
@@ -45,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("without a GPU a tiny model must be given with --config")
     keep = row_keeper(__file__, typed, options)
     failures: list[str] = []
-    path = options.config or find_config("frac-1.3b") / "config.json"
-    config = FracConfig.from_json_file(path)
+    config = FracConfig.from_json_file(options.config or CONFIG)
     chosen = {"parts": options.parts, "weights": options.weights}
     chosen["peers"] = [] if options.no_peers else options.peers
     sizes = default_sizes(prompt=options.prompt, decode_batches=options.batches)
