@@ -26,6 +26,7 @@ from flash_frac.ops import (
     norm,
     swiglu,
 )
+from flash_frac.ops.attention.triton import attend_step
 from flash_frac.ops.backends import Operator
 from flash_frac.ops.decode.triton import (
     fused_control_step,
@@ -82,6 +83,8 @@ def run_all():
         matrix = normal(5, H * D)
         fused_norm_linear(gate[:, 0], matrix)
         fused_norm_swiglu(gate[:, 0], matrix, matrix, weight, 1e-6)
+        keys = normal(B, H, 5, D)
+        attend_step(u, keys, keys, torch.tensor([2], device=DEVICE), 1.0)
     run_delta(scan)
 
 
