@@ -57,7 +57,7 @@ OPERATORS = {
 FLOORS = [
     {"arithmetic", "reference", "levels", "passes", "chunk"},
     {"backends"},
-    {"plan", "kernels", "mix", "walk"},
+    {"tuning", "plan", "kernels", "mix", "walk"},
     {"triton", "step"},
     {"api", "loss"},
     {"context_parallel", "testing"},

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flash_frac.ops.backends import DEFAULT, TUNED, Walk, tuning_for
 from flash_frac.ops.scan.autotune import autotune, improve
+from flash_frac.ops.scan.tuning import DEFAULT, TUNED, Walk, tuning_for
 
 
 def test_it_finds_the_least_of_a_separable_cost():

@@ -15,7 +15,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import flash_frac.ops
-from flash_frac.ops import ControlSettings, backends
+from flash_frac.ops import ControlSettings
 from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.attention.triton import attend_step_op
 from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
@@ -35,6 +35,7 @@ from flash_frac.ops.norm.triton import (
     norm_backward_op,
     norm_op,
 )
+from flash_frac.ops.scan import tuning
 from flash_frac.ops.scan.plan import forget_plans
 from flash_frac.ops.scan.step import step_op
 from flash_frac.ops.scan.triton import scan_backward_op, scan_op
@@ -211,12 +212,12 @@ def test_the_rest_compiles(monkeypatch, case):
 
 
 def test_the_parameters_for_hopper_compile(monkeypatch):
-    monkeypatch.setitem(backends.TUNED, (LOW, torch.device("cpu")), backends.HOPPER)
+    monkeypatch.setitem(tuning.TUNED, (LOW, torch.device("cpu")), tuning.HOPPER)
     forget_plans()
     launches = distinct(monkeypatch, lambda: scan(LOW, channels=D))
     forget_plans()
     walks = {launch.name: launch.options for launch in launches}
-    assert walks["output_kernel"].num_stages == backends.HOPPER.output.stages
+    assert walks["output_kernel"].num_stages == tuning.HOPPER.output.stages
     compile_all(launch for launch in launches if not launch.name.startswith("mix"))
 
 

@@ -10,13 +10,12 @@ channels, S sequences of a row (1, or all packed sequences).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_frac.ops.delta.passes import isolated_backward, isolated_forward
-from flash_frac.ops.scan.chunk import Passes, Slots, run_chunks, slots_of
+from flash_frac.ops.scan.chunk import Passes, Slots, register_recomputed, run_chunks, slots_of
 from flash_frac.ops.scan.reference import zero_state
 
 DELTA = Passes(isolated_forward, isolated_backward)
@@ -106,23 +105,4 @@ def compiled_backward(
     return dq, dk, dv, dbeta, ddecay, dinitial.reshape(initial.shape)
 
 
-@compiled_delta.register_fake
-def _(q, k, v, beta, log_decay, initial, cu_seqlens):
-    return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(initial)
-
-
-@compiled_backward.register_fake
-def _(dy, dfinal, *inputs):
-    *tensors, _ = inputs
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
-
-
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _compiled_gradients(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple:
-    return *compiled_backward(dy, dfinal, *ctx.saved_tensors), None
-
-
-compiled_delta.register_autograd(_compiled_gradients, setup_context=_keep)
+register_recomputed(compiled_delta, compiled_backward, like=2)

@@ -15,9 +15,9 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from flash_frac.ops.backends import TUNED, Tuning, Walk, tuning_for
 from flash_frac.ops.scan.plan import forget_plans
 from flash_frac.ops.scan.triton import triton_scan
+from flash_frac.ops.scan.tuning import TUNED, Tuning, Walk, tuning_for
 from flash_frac.ops.testing import random_inputs
 
 

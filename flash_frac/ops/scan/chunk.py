@@ -237,23 +237,27 @@ def compiled_backward(
     return du, dread, dwrite, ddecay, dinitial.flatten(0, 1)
 
 
-@compiled_scan.register_fake
-def _(u, read, write, log_decay, initial, cu_seqlens):
-    return torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(initial)
+def register_recomputed(forward: Any, backward: Any, *, like: int) -> None:
+    """Shapes and gradient of an operator of torch.compile, which keeps its inputs alone.
+
+    Args:
+        forward: forward(*tensors, initial, cu_seqlens) gives y and the final states.
+        backward: backward(dy, dfinal, *inputs of forward) gives the gradients of all but the last.
+        like: number of the input that y is like.
+    """
+
+    def empty_like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def gradients(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple:
+        return *backward(dy, dfinal, *ctx.saved_tensors), None
+
+    forward.register_fake(lambda *inputs: (empty_like(inputs[like]), torch.empty_like(inputs[-2])))
+    backward.register_fake(lambda dy, dfinal, *inputs: tuple(map(empty_like, inputs[:-1])))
+    forward.register_autograd(gradients, setup_context=keep)
 
 
-@compiled_backward.register_fake
-def _(dy, dfinal, *inputs):
-    *tensors, _ = inputs
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
-
-
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _compiled_gradients(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple:
-    return *compiled_backward(dy, dfinal, *ctx.saved_tensors), None
-
-
-compiled_scan.register_autograd(_compiled_gradients, setup_context=_keep)
+register_recomputed(compiled_scan, compiled_backward, like=0)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_frac.ops.arithmetic import block_size, ceil_div
-from flash_frac.ops.backends import Tuning, Walk, tuning_for
+from flash_frac.ops.scan.tuning import Tuning, Walk, tuning_for
 
 # Tokens of a chunk, and how often it can be halved.
 CHUNK = 32
