@@ -22,7 +22,7 @@ from flash_frac.models.mixers import ATTENTION
 
 
 class AttentionInputs:
-    """What attention layers need to know of a forward pass, beside its hidden states.
+    """What attention layers need to know of a forward pass, apart from its hidden states.
 
     Args:
         config: of the model.
@@ -99,7 +99,7 @@ class AttentionInputs:
             config=config,
             inputs_embeds=self.hidden_states,
             attention_mask=self.real,
-            # Packed sequences are told by positions that begin again, if there is no cache. Without
+            # Packed sequences show by positions that begin again, if there is no cache. Without
             # them there are no positions to look at, which would wait for the device, and while a
             # graph is recorded would make a mask of all pairs instead.
             past_key_values=self.cache if self.cu_seqlens is None else None,
@@ -154,7 +154,7 @@ class AttentionInputs:
 
 
 class StaticAttentionInputs(AttentionInputs):
-    """The same beside a static cache, which knows no padding: masks are of all tokens.
+    """The same for a static cache, which knows no padding: masks are of all tokens.
 
     Args:
         masks: by type of layer as transformers names it, each (B, 1, T, room) as `generate` made
@@ -184,7 +184,7 @@ class StaticAttentionInputs(AttentionInputs):
             seen = int(cache.num_tokens) + self.num_tokens
             if self.real.shape[1] != seen:
                 raise ValueError(
-                    "attention_mask beside a static cache must cover all tokens, those before "
+                    "attention_mask with a static cache must cover all tokens, those before "
                     f"included: expected {seen} columns, got {self.real.shape[1]}"
                 )
             check_static_padding(config, self.real)
@@ -250,7 +250,7 @@ def check_cache(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | N
         )
     if cu_seqlens is not None and mask is not None:
         raise ValueError(
-            "attention_mask beside cu_seqlens is not supported by models with attention layers; "
+            "attention_mask with cu_seqlens is not supported by models with attention layers; "
             "leave padding out of the packed row"
         )
     if cu_seqlens is not None and cache is not None and cache.get_seq_length():

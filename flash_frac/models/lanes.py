@@ -81,7 +81,7 @@ class LaneCache(FracCache):
         return keys, values
 
     def remember(self, real: Tensor, seen: Tensor) -> None:
-        """Note what is real and seen after the row, beside the keys and values of `update`."""
+        """Note what is real and seen after the row, with the keys and values of `update`."""
         self.windows_after = LaneWindows(real, seen, self._updated)
 
 

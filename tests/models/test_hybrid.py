@@ -289,7 +289,7 @@ def test_what_hybrids_cannot_do(model, ids):
     with pytest.raises(ValueError, match=r"must be a FracCache, .* got DynamicCache"):
         model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
     ends = torch.tensor([0, 20, 40])
-    with pytest.raises(ValueError, match="attention_mask beside cu_seqlens is not supported"):
+    with pytest.raises(ValueError, match="attention_mask with cu_seqlens is not supported"):
         model(ids[:1], cu_seqlens=ends, attention_mask=padded(ids)[:1])
     cache = model(ids[:1], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cu_seqlens cannot go on from a cache"):

@@ -103,7 +103,7 @@ def check_delta_inputs(
             f"got {tuple(v.shape)} of {v.dtype}"
         )
     if q.ndim != v.ndim:
-        raise ValueError(f"q must have shape ({letters}, K) beside v, got {tuple(q.shape)}")
+        raise ValueError(f"q must have shape ({letters}, K) like v, got {tuple(q.shape)}")
     of_token, keys = tuple(v.shape[:-1]), (*v.shape[:-1], q.shape[-1])
     tensors = {"q": (q, keys), "k": (k, keys), "beta": (beta, of_token)}
     tensors["log_decay"] = (log_decay, of_token)
