@@ -124,7 +124,11 @@ class BufferedCache(FracCache):
         counts: tokens of every sequence, as the host knows them; `lengths`, (B,), on the device.
         full: keys and values of the layers that see all tokens, maybe shared with other caches.
         rings: by number of a sliding layer, keys and values (B, heads, W, channels).
+        whole: whether a token looks at all columns of a buffer, however few are in use, so that one
+            graph serves sequences of all lengths.
     """
+
+    whole = False
 
     def __init__(
         self, config: FracConfig, batch_size: int, examples: Mapping[int, Tensor] | None = None
@@ -167,9 +171,8 @@ class BufferedCache(FracCache):
         """Columns among which those are that one more token sees; 0 without attention layers."""
         if not self.attention_layers:
             return 0
-        if not self.full.layers:
-            return min(rounded(self.longest + 1), self.window or 0)
-        return min(rounded(self.longest + 1), self.full.size)
+        size = self.full.size if self.full.layers else self.window or 0
+        return size if self.whole else min(rounded(self.longest + 1), size)
 
     def signature(self, num_tokens: int) -> tuple[int, ...]:
         """What a pass over T tokens takes from the host: another graph for each."""
