@@ -50,6 +50,7 @@ OPERATORS = {
     "norm": set(),
     "swiglu": set(),
     "attention": set(),
+    "sample": set(),
     "decode": {"control", "conv", "norm", "swiglu"},
 }
 # And by file, from the ground up: plain forms, the table of backends, kernels, their launches, the

@@ -23,6 +23,7 @@ from flash_frac.ops.conv.reference import torch_conv
 from flash_frac.ops.delta.chunk import chunk_delta
 from flash_frac.ops.delta.reference import delta_step, recurrent_delta
 from flash_frac.ops.norm.reference import torch_gated_norm, torch_norm
+from flash_frac.ops.sample.reference import torch_sample
 from flash_frac.ops.scan.chunk import chunk_scan
 from flash_frac.ops.scan.reference import recurrent_scan, step
 from flash_frac.ops.swiglu.reference import torch_swiglu
@@ -54,6 +55,7 @@ class Backend(NamedTuple):
         refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
         controls, conv, norm, gated_norm, swiglu, loss: of the operators around the scan; a backend
             that does not have its own takes the plain-torch form.
+        sample: of `sample`, the choice of tokens.
         limits: by operator, what else it refuses: called with x and the facts `choose` is given.
     """
 
@@ -68,6 +70,7 @@ class Backend(NamedTuple):
     gated_norm: Callable[..., Tensor] = torch_gated_norm
     swiglu: Callable[..., Tensor] = torch_swiglu
     loss: Callable[..., Tensor] = _torch_loss
+    sample: Callable[..., tuple[Tensor, Tensor]] = torch_sample
     limits: Mapping[str, Callable[..., str | None]] = {}
 
 
