@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from flash_frac.inference.snapshots import Snapshot
 
 Tokens = np.ndarray
+
+
+def as_tokens(ids: Sequence[int] | Tokens | Tensor) -> Tokens:
+    """A copy of the token ids of one sequence; ValueError if they are something else."""
+    found = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ValueError(
+            f"ids must be the token ids of one sequence, got {found.dtype} of shape {found.shape}"
+        )
+    return found.astype(np.int64)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,8 @@ class Snapshot:
         owner: whose snapshot it is.
         parts: its tensors, as `in_order` sorts them.
         level: where it is kept; None if nowhere.
-        memory: its bytes.
+        memory: its bytes; None if they are in a file.
+        path: the file; None if they are in memory.
         copied: when a copy to host memory under way has ended; None if there is none.
     """
 
@@ -99,6 +101,7 @@ class Snapshot:
     parts: tuple[Part, ...]
     level: int | None = None
     memory: Tensor | None = None
+    path: Path | None = None
     copied: torch.cuda.Event | None = None
 
     @property
@@ -123,6 +126,11 @@ class Shapes:
             for name, x in growing_tensors(cache).items()
         ]
         return Shapes(in_order(fixed), in_order(growing))
+
+    def state(self, num_logits: int) -> tuple[Part, ...]:
+        """The tensors of fixed size, with logits of the next token if there are some."""
+        logits = [Part("logits", (num_logits,), torch.float32)] if num_logits else []
+        return in_order([*self.fixed, *logits])
 
     def segment(self, num_tokens: int) -> tuple[Part, ...]:
         """Keys and values of some tokens."""
