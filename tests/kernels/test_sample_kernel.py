@@ -22,7 +22,7 @@ def normal(*shape, dtype=torch.float32):
 def any_settings(generator, size):
     return SamplingSettings(
         temperature=generator.choice([0.0, 0.1, 0.7, 1.0, 2.5, 1e-40, 1e39]),
-        top_k=generator.choice([0, 0, 1, 2, 7, size - 1, size, size + 1]),
+        top_k=generator.choice([0, 0, 1, 2, 3, 7, size - 1, size, size + 1]),
         top_p=generator.choice([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
         min_p=generator.choice([0.0, 1e-4, 0.05, 0.5, 0.999]),
         repetition_penalty=generator.choice([1.0, 1.0, 0.5, 1.3, 2.0]),
@@ -85,7 +85,7 @@ def kept_sets(logits, settings, seen):
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "far", "equal"])
 def test_the_same_kept_sets(kind):
-    generator, size = random.Random(1), 1100
+    generator, size = random.Random(1), 2100
     settings = [any_settings(generator, size) for _ in range(24)]
     settings = [s for s in settings if s.temperature > 0]
     logits = normal(len(settings), size)

@@ -137,15 +137,20 @@ def last_to_reach(
 
 @triton.jit
 def lowest_kept(
-    p_logits, p_seen, p_set, i_set, V, b_penalty, b_top, b_temperature, COLDEST: tl.constexpr,
-    NP: tl.constexpr, BV: tl.constexpr,
+    p_logits, p_seen, p_set, i_set, V, num_parts, b_penalty, b_top, b_least_top, b_temperature,
+    COLDEST: tl.constexpr, NP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The lowest logit of a row that may be drawn, after the penalty and before the temperature."""
+    """The lowest logit of a row that may be drawn, after the penalty and before the temperature.
+
+    b_top is the largest of all, and b_least_top the least of what is largest in a part.
+    """
     b_temperature = tl.maximum(b_temperature, COLDEST)
     b_scale = tl.div_rn(1.0, b_temperature)
     b_low = tl.full([], LOWEST, dtype=tl.float32)
     i_k = tl.load(p_set.top_k + i_set)
     if (i_k > 0) & (i_k < V):
+        # Each part has a logit that is as large as the least of their largest.
+        b_low = tl.where(i_k <= num_parts, tl.maximum(b_least_top, LOWEST), LOWEST)
         b_low = last_to_reach(
             p_logits, p_seen, V, b_penalty, b_top, b_scale, b_low, i_k.to(tl.float32), NP, BV, False
         )
@@ -186,15 +191,15 @@ def threshold_kernel(
     b_most = tl.max(b_largest, 0)
     b_shift = tl.where(b_most > LOWEST, b_most, 0.0)
     b_sum = tl.sum(b_sums * exp(b_largest - b_shift), 0)
-    b_top, i_top = first_largest(b_tops, tl.where(b_tops > float("-inf"), o_tops, V), V)
+    b_top, i_top = first_largest(b_tops, tl.where(m_n, o_tops, V), V)
     m_good = (b_sum > 0) & (b_top >= LOWEST) & (b_top <= -LOWEST)
     b_temperature = tl.load(p_set.temperature + i_row * WIDTH)
     b_low = tl.full([], LOWEST, dtype=tl.float32)
     if m_good & (b_temperature > 0):
         b_low = lowest_kept(
             p_logits + i_row * stride_logits, p_seen + i_row * stride_seen, p_set, i_row * WIDTH, V,
-            tl.load(p_set.repetition_penalty + i_row * WIDTH), b_top, b_temperature, COLDEST, NP,
-            BV,
+            num_parts, tl.load(p_set.repetition_penalty + i_row * WIDTH), b_top,
+            tl.min(tl.where(m_n, b_tops, b_top), 0), b_temperature, COLDEST, NP, BV,
         )  # fmt: skip
     p_fact = p_scratch.facts + i_row * 3
     tl.store(p_fact, b_top)

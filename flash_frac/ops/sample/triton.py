@@ -55,6 +55,7 @@ def sample_op(logits: Tensor, table: Tensor, seen: Tensor) -> tuple[Tensor, Tens
         draw_kernel[(num_parts, batch)](
             *inputs, V=size, COLDEST=COLDEST, BW=SPREAD, num_warps=4, **strides
         )
+        # One warp: it reads what it writes.
         finish_kernel[(batch,)](*inputs, tokens, logprobs, V=size, num_warps=1, **joined)
     return tokens, logprobs, facts
 
