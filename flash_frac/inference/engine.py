@@ -100,7 +100,7 @@ class Engine:
             late=self._device.type == "cuda" if late is None else late,
             prefixes=None if prefixes is None else prefixes.bind(model),
         )
-        self.failed: Exception | None = None
+        self.failed: BaseException | None = None
         self._ids = itertools.count()
         # What other threads touch, under this lock, is what waits and what is to be cancelled.
         self._lock = threading.Condition()
@@ -304,7 +304,8 @@ class Engine:
         try:
             with torch.no_grad(), torch.cuda.device(self._device) if cuda else nullcontext():
                 yield
-        except Exception as error:
+        except BaseException as error:
+            # An interrupt, too, may leave rows half written.
             self._fail(error)
             raise
 
@@ -378,7 +379,7 @@ class Engine:
             job.on_update = None
             self.cancel(job.id)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End everything with an error."""
         with self._lock:
             self.failed = error
@@ -389,5 +390,5 @@ class Engine:
                 self._end(job, "error", f"the engine has failed: {_in_words(error)}")
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

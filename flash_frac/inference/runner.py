@@ -6,6 +6,8 @@ while the device computes the next ones; what a sequence computes beyond its end
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,13 +17,19 @@ from torch import Tensor
 
 from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.prefixes import PrefixStates
-from flash_frac.inference.scheduling import Job, next_piece
+from flash_frac.inference.scheduling import Job, Piece, next_piece, rounded_length
 from flash_frac.inference.slots import Slots, floats, pinned, upload
 from flash_frac.inference.state import empty_cache
 from flash_frac.models import FracForCausalLM
 
 # Prompts that are read side by side at most.
 STAGING_ROWS = 8
+# Longer pieces keep a GPU busy while the host prepares the next kernels, and need no graph.
+LONGEST_RECORDED = 4096
+# Graphs that are kept: those of steps, and those of pieces of many shapes.
+MOST_GRAPHS = 128
+# Columns of keys that the shortest pieces look at; longer ones at 2, 4, 8, ... times as many.
+LEAST_ROOM = 1024
 
 Top = tuple[tuple[int, float], ...]
 
@@ -92,8 +100,8 @@ class Runner:
         size = self._room or 0
         self._slots = Slots(model, example, num_slots, size)
         self._staging = Slots(model, example, min(STAGING_ROWS, num_slots), size)
-        self._recorder = Recorder(model)
-        self._recorder.bind(self._slots)
+        self._recorder = Recorder(model, most_graphs=MOST_GRAPHS)
+        self._recorder.bind(self._slots, self._staging)
         self._piece, self._late, self._prefixes = piece, late, prefixes
         # The jobs by row: of staging rows those in use, of slots all.
         self.reading: list[Job] = []
@@ -125,26 +133,35 @@ class Runner:
         num = len(self.reading)
         if num == self._staging.num_rows or self.num_running + num == len(self.rows):
             return False
-        piece = next_piece(self.reading, self._piece, self._room)
-        longest = max((new for _, new in piece), default=0)
-        return len(piece) == num and (num + 1) * longest <= self._piece
+        piece = self._next_piece()
+        return piece is None or (len(piece.jobs) == num and (num + 1) * piece.length <= self._piece)
+
+    def _next_piece(self) -> Piece | None:
+        records = self._recorder.bindings is not None
+        return next_piece(self.reading, self._piece, self._room, rounds=records)
 
     def look(self) -> None:
         """Look whether the model has changed since it was recorded."""
         self._recorder.look()
 
     def warm_up(self) -> None:
-        """Record the steps of all numbers of rows; nothing may be running."""
+        """Record steps of all numbers of rows, and pieces of all shapes; nothing may be running."""
         assert not self.has_work
         self.look()
-        num = 1
-        while self._recorder.bindings is not None:
-            # Run, recorded, replayed.
+        if self._recorder.bindings is None:
+            return
+        # Each is run as written, recorded and replayed, on rows that nobody uses.
+        for num in sorted({self._fewest_rows(n) for n in range(1, len(self.rows) + 1)}):
             for _ in range(3):
                 self._run(num)
-            if num == len(self.rows):
-                break
-            num = min(2 * num, len(self.rows))
+        for num, length in itertools.product((1, 2, 4, 8), range(1, self._piece + 1)):
+            short = num <= self._staging.num_rows and length <= self._piece // num
+            if short and _is_recorded(length, self._piece) and length < (self._room or math.inf):
+                ids = torch.zeros(num, length, dtype=torch.long)
+                mask = torch.arange(length).ne(0).expand(num, -1)
+                for _ in range(3):
+                    self._staging.cache.lengths.zero_()
+                    self._run_piece([ids, mask], [0] * num)
 
     def begin(self, job: Job) -> None:
         """Give a job a staging row, with the state of the longest known beginning of its prompt."""
@@ -186,9 +203,9 @@ class Runner:
         """Read one piece of prompts, and let each sequence in a slot have its next token."""
         # The logits after their prompts were kept.
         self._join([job for job in self.reading if not job.num_unread])
-        if piece := next_piece(self.reading, self._piece, self._room):
+        if piece := self._next_piece():
             self._read(piece)
-            self._join([job for job, _ in piece if not job.num_unread])
+            self._join([job for job in piece.jobs if not job.num_unread])
         if self.num_running:
             self._advance()
         self._events = (self._record_event() if self._new else None, self._events[1])
@@ -212,25 +229,39 @@ class Runner:
         event.record()
         return event
 
-    def _read(self, piece: Sequence[tuple[Job, int]]) -> None:
-        """Read as many tokens of each job's prompt, side by side; shorter ones behind padding."""
-        longest = max(num for _, num in piece)
-        ids = torch.zeros(len(piece), longest, dtype=torch.long)
+    def _read(self, piece: Piece) -> None:
+        """Read the next tokens of prompts, side by side and behind padding."""
+        ids = torch.zeros(len(piece.jobs), piece.length, dtype=torch.long)
         mask = torch.zeros_like(ids, dtype=torch.bool)
-        for row, (job, num) in enumerate(piece):
-            begin, left = job.num_read, longest - num
+        for row, (job, num) in enumerate(zip(piece.jobs, piece.counts, strict=True)):
+            begin, left = job.num_read, piece.length - num
             ids[row, left:] = torch.from_numpy(job.prompt[begin : begin + num])
             mask[row, left:] = True
-        padded = min(num for _, num in piece) < longest
-        counts = [job.num_read for job, _ in piece]
-        device = self._staging.device
-        self._staging.read(upload(ids, device), pinned(mask, device) if padded else None, counts)
-        for job, num in piece:
+        inputs = [ids, mask] if min(piece.counts) < piece.length else [ids]
+        self._run_piece(inputs, [job.num_read for job in piece.jobs])
+        for job, num in zip(piece.jobs, piece.counts, strict=True):
             job.num_read += num
             self.num_read += num
             if job.num_read == job.cuts[-1]:
                 job.cuts.pop()
                 self._keep(job, self._staging)
+
+    def _run_piece(self, inputs: Sequence[Tensor], counts: Sequence[int]) -> None:
+        """Read ids (B, T), and a mask if there is one, after `counts` tokens, by a graph or not."""
+        num, length = inputs[0].shape
+        device = self._staging.device
+        if self._recorder.bindings is None or not _is_recorded(length, self._piece):
+            ids, *masks = inputs
+            # A mask stays on the host, where one can look at it without a wait.
+            masks = [pinned(mask, device) for mask in masks]
+            self._staging.read(None, counts, upload(ids, device), *masks)
+            return
+        needed, room = max(counts) + length, LEAST_ROOM
+        while room < min(needed, self._room or 0):
+            room *= 2
+        kind = ("piece", num, length, len(inputs), room)
+        function = partial(self._staging.read, room, counts)
+        self._recorder.run(kind, function, [upload(x, device) for x in inputs])
 
     def _keep(self, job: Job, slots: Slots) -> None:
         """Keep the state of a job among the prefix states."""
@@ -272,7 +303,7 @@ class Runner:
 
     def _advance(self) -> None:
         """One step of all slots in use."""
-        num = self._fewest_rows()
+        num = self._fewest_rows(self.num_running)
         if any(self.rows[num:]):
             self._move_down(num)
         jobs = self.rows[:num]
@@ -287,9 +318,9 @@ class Runner:
         assert chosen is not None
         return chosen
 
-    def _fewest_rows(self) -> int:
-        """The smallest power of two, or all, that holds all running ones."""
-        return min(1 << (self.num_running - 1).bit_length(), len(self.rows))
+    def _fewest_rows(self, num: int) -> int:
+        """The smallest power of two, or all, that is not less."""
+        return min(1 << (num - 1).bit_length(), len(self.rows))
 
     def _move_down(self, num: int) -> None:
         """Let all running jobs have one of the first rows."""
@@ -310,3 +341,8 @@ class Runner:
             top = slots.most_likely(asking, most).to("cpu", non_blocking=True)
         chosen = chosen.to("cpu", non_blocking=True)
         self._new.append(_Launched(jobs, chosen, askers, top))  # pyright: ignore[reportArgumentType]
+
+
+def _is_recorded(length: int, most: int) -> bool:
+    """Whether pieces of this length are recorded: they come up often, and are not too long."""
+    return length <= LONGEST_RECORDED and length == min(rounded_length(length), most)

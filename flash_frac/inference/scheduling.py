@@ -14,6 +14,9 @@ from flash_frac.inference.prefixes import PrefixStats
 from flash_frac.inference.sampling import GREEDY, SamplingSettings
 from flash_frac.inference.text import StopStrings
 
+# Tokens of the shortest piece of a prompt that is recorded; shorter ones are padded.
+SHORTEST = 32
+
 Finished: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -176,23 +179,59 @@ class Job:
         return "length" if len(self.tokens) == self.request.max_new_tokens else None
 
 
-def next_piece(jobs: Iterable[Job], most: int, room: int | None) -> list[tuple[Job, int]]:
-    """The jobs, from the first on, whose prompts are read next, and how many tokens of each.
+class Piece(NamedTuple):
+    """What is read next, side by side.
 
-    They are read side by side, as long as the longest of them. The first is always among them.
+    Attributes:
+        jobs: the first of those whose prompts are read.
+        counts: tokens of each.
+        length: tokens and padding of each.
+    """
+
+    jobs: list[Job]
+    counts: list[int]
+    length: int
+
+
+def rounded_length(num_tokens: int) -> int:
+    """Of 32, 48, 64, 96, 128, ... the first that is not less: two for every doubling."""
+    num_tokens = max(num_tokens, SHORTEST)
+    unit = (1 << (num_tokens - 1).bit_length()) // 4
+    return -(-num_tokens // unit) * unit
+
+
+def next_piece(
+    jobs: Iterable[Job], most: int, room: int | None, *, rounds: bool = False
+) -> Piece | None:
+    """The jobs, from the first on, whose prompts are read next; None if there are none.
 
     Args:
         jobs: those that are read, in order.
         most: tokens at most, padding included.
         room: columns of a row; padding needs some, too. None if there is no limit.
+        rounds: take few different numbers of rows and lengths, for which there are graphs: powers
+            of two, and those of `rounded_length` where there is room.
     """
-    chosen: list[tuple[Job, int]] = []
-    length = held = 0
+    chosen: list[Job] = []
+    counts: list[int] = []
+
+    def length_of(num: int) -> int:
+        """Of a piece of the first jobs, as short as it can be."""
+        longest, held = max(counts[:num]), max(job.num_read for job in chosen[:num])
+        padded = min(rounded_length(longest), most) if rounds else longest
+        return padded if room is None or held + padded <= room else longest
+
+    def fits() -> bool:
+        length, held = length_of(len(chosen)), max(job.num_read for job in chosen)
+        return len(chosen) * length <= most and (room is None or held + length <= room)
+
     for job in jobs:
-        num = min(job.cuts[-1] - job.num_read, most)
-        length, held = max(length, num), max(held, job.num_read)
-        fits = (len(chosen) + 1) * length <= most and (room is None or held + length <= room)
-        if chosen and not fits:
+        chosen.append(job)
+        counts.append(min(job.cuts[-1] - job.num_read, most))
+        if len(chosen) > 1 and not fits():
+            chosen.pop()
             break
-        chosen.append((job, num))
-    return chosen
+    if not chosen:
+        return None
+    num = 1 << (len(chosen).bit_length() - 1) if rounds else len(chosen)
+    return Piece(chosen[:num], counts[:num], length_of(num))

@@ -20,6 +20,9 @@ from flash_frac.models import FracForCausalLM
 from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.slot_cache import SlotCache
 
+# Columns of any buffer.
+EVERYTHING = 2**62
+
 
 class Slots:
     """B rows, claimed once; those not in use compute garbage that nobody reads.
@@ -71,15 +74,24 @@ class Slots:
     def advance(self, num: int) -> Tensor:
         """Read the last tokens of the first rows and choose the next; what `choose` returns."""
         cache, _ = self._first(num)
+        cache.fixed_room = EVERYTHING
         if cache.attention_layers:
             cache.lengths.mul_(self.used[:num].to(cache.lengths.device))
         self.logits[:num] = read_tokens(self.model, cache, self.token[:num])
         return self.choose(num)
 
-    def read(self, ids: Tensor, mask: Tensor | None, counts: Sequence[int]) -> None:
-        """Read ids (B', T) into the first B' rows, which hold `counts` tokens; keep the logits."""
+    def read(
+        self, room: int | None, counts: Sequence[int], ids: Tensor, mask: Tensor | None = None
+    ) -> None:
+        """Read ids (B', T) into the first B' rows, which hold `counts` tokens; keep the logits.
+
+        Args:
+            room: columns to look at, by which the same kernels serve all counts; None: as many as
+                there are tokens.
+            mask: (B', T), False at padding.
+        """
         cache, _ = self._first(len(ids))
-        cache.counts = list(counts)
+        cache.counts, cache.fixed_room = list(counts), room
         self.logits[: len(ids)] = read_tokens(self.model, cache, ids, mask)
 
     def choose(self, num: int) -> Tensor:

@@ -57,12 +57,9 @@ class SlotCache(BufferedCache):
         self.full = KeyValues(_by_layer(others, columns))
 
     def rows(self, num: int) -> SlotCache:
-        """The first rows, in the same memory.
-
-        `counts` is a list of its own; a token looks at whole buffers.
-        """
+        """The first rows, in the same memory; `counts` is a list of its own."""
         view = SlotCache(self._example, 0, 0)
-        view.counts, view.lengths, view.whole = [0] * num, self.lengths[:num], True
+        view.counts, view.lengths = [0] * num, self.lengths[:num]
         view._fixed = [x[:, :num] for x in self._fixed]
         view._columns = [x[:, :num] for x in self._columns]
         fixed = [x[:num] for x in self.fixed() if x is not self.lengths]

@@ -76,19 +76,36 @@ def jobs_of(*lengths):
         ([8, 8, 1], None, [8, 8]),
         ([2, 20, 1], None, [2]),
         ([3, 5], 4, [3]),
-        ([], None, []),
     ],
 )
 def test_pieces(lengths, room, taken):
     """In order, at most 16 tokens with padding, and no column that is not there."""
     jobs = jobs_of(*lengths)
-    assert next_piece(jobs, 16, room) == list(zip(jobs, taken, strict=False))
+    assert next_piece(jobs, 16, room) == (jobs[: len(taken)], taken, max(taken))
+    assert next_piece([], 16, room) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "taken", "length"),
+    [
+        ([1000], None, [256], 256),
+        ([3, 5, 4, 1, 2], None, [3, 5, 4, 1], 32),
+        ([60, 49, 40], None, [60, 49], 64),
+        ([40, 30, 65], None, [40, 30], 48),
+        ([60, 50, 9], 62, [60, 50], 60),
+        ([5, 5, 90], None, [5, 5], 32),
+    ],
+)
+def test_pieces_for_graphs(lengths, room, taken, length):
+    """Of few shapes: 1, 2, 4 or 8 rows of 32, 48, 64, 96, ... tokens."""
+    jobs = jobs_of(*lengths)
+    assert next_piece(jobs, 256, room, rounds=True) == (jobs[: len(taken)], taken, length)
 
 
 def test_pieces_end_at_cuts():
     (job,) = jobs_of(30)
     job.cut_at([5, 7, 30, 99])
-    assert [num for _, num in next_piece([job], 16, None)] == [5]
+    assert next_piece([job], 16, None) == ([job], [5], 5)
     job.num_read = 5
     job.cuts.pop()
     assert job.cuts == [30, 7] and job.num_unread == 25

@@ -19,7 +19,10 @@ def read_alone(model, ids):
 
 
 def test_rows_come_and_go(model, ids):
-    """Prompts are read in one cache and decoded in another, at rows of other numbers."""
+    """Prompts are read in one cache and decoded in another, at rows of other numbers.
+
+    The host knows no lengths there: a fixed room serves all.
+    """
     example = empty_cache(model, 1)
     staging, slots = SlotCache(example, 3, 41), SlotCache(example, 5, 64)
     mask = torch.ones_like(ids)
@@ -31,6 +34,7 @@ def test_rows_come_and_go(model, ids):
     slots.copy_row(2, slots, 3, 40)
     staging.clear_row(0)
     first = slots.rows(3)
+    first.fixed_room = 99
     tokens = torch.tensor([[5], [6], [7]])
     logits = read_tokens(model, first, tokens)
     assert first.room == (64 if first.full.layers else first.window if first.rings else 0)
@@ -38,6 +42,17 @@ def test_rows_come_and_go(model, ids):
     for row, (prompt, token) in enumerate(alone):
         whole = torch.cat([prompt, torch.tensor([[token]])], 1)
         close(logits[row : row + 1], read_alone(model, whole))
+
+
+def test_a_fixed_room(model, ids):
+    """Pieces of prompts of other lengths, as a graph reads them: by what the device knows alone."""
+    cache = SlotCache(empty_cache(model, 1), 3, 64).rows(3)
+    cache.fixed_room, mask = 48, torch.ones_like(ids)
+    mask[1, :9], mask[2, :15] = 0, 0
+    for piece in (slice(0, 10), slice(10, 17), slice(17, 40)):
+        logits = read_tokens(model, cache, ids[:, piece], mask[:, piece])
+    for row, begin in enumerate((0, 9, 15)):
+        close(logits[row : row + 1], read_alone(model, ids[row : row + 1, begin:]))
 
 
 def test_rows_share_memory(model, ids):
