@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.arithmetic import block_size, exp, expm1
+from flash_frac.ops.arithmetic import block_size, exp, expm1, log
 
 # Elements of a block, and threads for it.
 BLOCK, WARPS = 4096, 8
@@ -47,19 +47,22 @@ def cross_entropy_kernel(
         b_sum = b_sum * _power(b_max - b_new, EXACT) + _power(b_x - b_new, EXACT)
         b_max = b_new
     largest = tl.max(b_max, 0)
-    total = largest + tl.log(tl.sum(b_sum * _power(b_max - largest, EXACT), 0))
+    # Kept apart from the largest logit, so that a sure token keeps the digits of its small loss.
+    rest = log(tl.sum(b_sum * _power(b_max - largest, EXACT), 0))
     is_inside = (label >= 0) & (label < V)
     at_label = tl.load(p_row + label, mask=is_inside, other=float("nan")).to(tl.float32)
-    is_counted = label != ignore_index
-    tl.store(p_losses + i_row, tl.where(is_counted, total - at_label, 0.0))
+    loss, is_counted = rest - (at_label - largest), label != ignore_index
+    tl.store(p_losses + i_row, tl.where(is_counted, loss, 0.0))
     if GRADIENT:
         # p - 1 without cancellation.
-        b_at_label = tl.full([BV], 0.0, tl.float32) + (at_label - total)
+        b_at_label = tl.zeros([BV], tl.float32) - loss
         spoilt = tl.where(is_inside, 0.0, float("nan"))
         for start in range(0, V, BV):
             o = start + o_v
             b_x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
-            b_d = tl.where(o == label, expm1(b_at_label), _power(b_x - total, EXACT) + spoilt)
+            b_d = tl.where(
+                o == label, expm1(b_at_label), _power(b_x - largest - rest, EXACT) + spoilt
+            )
             b_d = tl.where(is_counted, b_d, 0.0)
             tl.store(p_row + o, b_d.to(p_logits.dtype.element_ty), mask=o < V)
 
