@@ -49,6 +49,7 @@ OPERATORS = {
     "conv": {"scan"},
     "norm": set(),
     "swiglu": set(),
+    "loss": set(),
     "attention": set(),
     "sample": set(),
     "decode": {"control", "conv", "norm", "swiglu"},
@@ -60,7 +61,7 @@ FLOORS = [
     {"backends"},
     {"tuning", "plan", "kernels", "mix", "walk"},
     {"triton", "step"},
-    {"api", "loss"},
+    {"api"},
     {"context_parallel", "testing"},
     {"autotune", "__init__"},
 ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_frac.bench.rows import make_row
 from flash_frac.bench.timing import OURS, attempt, peak_mib, runnable, time_in_turns
-from flash_frac.ops.loss import linear_cross_entropy
+from flash_frac.ops.loss.api import linear_cross_entropy
 from flash_frac.ops.testing import relative_error
 from flash_frac.provenance import version_of
 
@@ -51,7 +51,8 @@ def cut(filter_eps: float | str | None) -> Loss:
 def losses(failures: list[str], *, peers: bool) -> dict[str, Loss]:
     """Ours, and what can be imported of the others."""
     found: dict[str, Loss] = {
-        f"{OURS} linear_cross_entropy, torch": partial(linear_cross_entropy, backend="torch")
+        f"{OURS} linear_cross_entropy, {name}": partial(linear_cross_entropy, backend=name)
+        for name in ("triton", "torch")
     }
     if not peers:
         return found

@@ -38,7 +38,7 @@ from flash_frac.ops import (
     frac_step,
     swiglu,
 )
-from flash_frac.ops.loss import linear_cross_entropy
+from flash_frac.ops.loss.api import linear_cross_entropy
 from flash_frac.ops.testing import random_delta_inputs, random_inputs, relative_error
 
 HEADS, MODES, CHANNELS, TAPS = 2, 16, 16, 4

@@ -30,6 +30,7 @@ from flash_frac.layers.state import MixerState
 from flash_frac.ops import causal_conv, delta_scan, delta_step, swiglu
 from flash_frac.ops.backends import MOST_KEYS, MOST_VALUES
 from flash_frac.ops.context_parallel import sharded_delta_scan, window_before
+from flash_frac.ops.norm.api import norm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -241,7 +242,9 @@ class DeltaMixer(RecurrentMixer):
             padding = (attention_mask == 0)[..., None]
             beta, log_decay = (gate.masked_fill(padding, 0) for gate in (beta, log_decay))
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in u.split(sizes, -1))
-        return DeltaInputs(_unit(q, self.head_dim**-0.5), _unit(k), v, beta, log_decay, window)
+        q = _unit(q, self.head_dim**-0.5, backend=self.backend)
+        k = _unit(k, backend=self.backend)
+        return DeltaInputs(q, k, v, beta, log_decay, window)
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
         """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
@@ -299,8 +302,12 @@ class DeltaMixer(RecurrentMixer):
         return torch.cat([u for u, _ in found], -1), torch.cat([past for _, past in found], 1)
 
 
-def _unit(x: Tensor, scale: float = 1.0) -> Tensor:
-    """x scaled to unit length over its last axis, times `scale`; computed in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    length = torch.rsqrt(wide.square().sum(-1, keepdim=True) + UNIT_EPS)
-    return (wide * (scale * length)).to(x.dtype)
+def _unit(x: Tensor, scale: float = 1.0, *, backend: str) -> Tensor:
+    """x scaled to unit length over its last axis, times `scale`, in the dtype of x.
+
+    A vector of unit length has a root mean square of 1 / sqrt(size), so this is a norm.
+    """
+    size = x.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = x.new_full((size,), scale * size**-0.5, dtype=wide)
+    return norm(x, weight, UNIT_EPS / size, backend=backend)

@@ -9,7 +9,11 @@ from flash_frac.ops.norm.api import gated_norm, norm
 
 
 class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight, in the dtype of x; `backend` is as in `frac_scan`."""
+    """y = x / rms(x) * weight, in the dtype of x; `backend` is as in `frac_scan`.
+
+    In an autocast region y of a float32 x has the region's dtype: the linear layers that read it
+    would cast it to that, each for itself.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6, *, backend: str = "auto") -> None:
         super().__init__()
@@ -17,7 +21,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.eps, backend=self.backend)
+        dtype = x.dtype
+        if dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        return norm(x, self.weight, self.eps, dtype=dtype, backend=self.backend)
 
 
 class GatedRMSNorm(RMSNorm):

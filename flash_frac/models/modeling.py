@@ -40,7 +40,7 @@ from flash_frac.models.inputs import (
 )
 from flash_frac.models.mixers import ATTENTION, mixer_types_of
 from flash_frac.ops import check_cu_seqlens
-from flash_frac.ops.loss import linear_cross_entropy
+from flash_frac.ops.loss.api import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

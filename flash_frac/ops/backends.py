@@ -31,7 +31,6 @@ from flash_frac.ops.swiglu.reference import torch_swiglu
 logger = logging.getLogger("flash_frac.ops")
 # Asked once, because torch.compile does not follow such questions.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
 # Limits of the Triton kernels: taps of a convolution (Triton 3.4 does not compile one tap), the
 # width of a row that a program of the norm holds in registers, and the key and value channels of a
@@ -41,7 +40,7 @@ MOST_KEYS, MOST_VALUES = 128, 256
 
 
 def _torch_loss(*arguments: Any) -> Tensor:
-    from flash_frac.ops.loss import torch_loss
+    from flash_frac.ops.loss.api import torch_loss
 
     return torch_loss(*arguments)
 
@@ -126,16 +125,6 @@ def _delta_limit(v: Tensor, k: Tensor) -> str | None:
     return f"the delta rule's kernels take up to {most} of a head, got {keys} and {values}"
 
 
-def _loss_limit(hidden: Tensor, chunk_tokens: int | None) -> str | None:
-    if not _HAS_LIGER:
-        return "the fused loss is liger-kernel's, which is not installed (extra train)"
-    if chunk_tokens is not None:
-        return f"liger-kernel chooses its chunks itself, got chunk_tokens={chunk_tokens}"
-    if torch.compiler.is_compiling():
-        return "torch.compile does not follow liger-kernel"
-    return None if hidden.is_cuda else f"liger-kernel needs CUDA tensors, got {hidden.device}"
-
-
 def _triton_scan(*arguments: Any) -> tuple[Tensor, Tensor]:
     from flash_frac.ops.scan.triton import triton_scan
 
@@ -196,10 +185,10 @@ def _triton_sample(*arguments: Any) -> tuple[Tensor, Tensor]:
     return triton_sample(*arguments)
 
 
-def _liger_loss(*arguments: Any) -> Tensor:
-    from flash_frac.ops.loss import liger_loss
+def _triton_loss(*arguments: Any) -> Tensor:
+    from flash_frac.ops.loss.api import triton_loss
 
-    return liger_loss(*arguments)
+    return triton_loss(*arguments)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -214,7 +203,7 @@ BACKENDS: dict[str, Backend] = {
         norm=_triton_norm,
         gated_norm=_triton_gated_norm,
         swiglu=_triton_swiglu,
-        loss=_liger_loss,
+        loss=_triton_loss,
         sample=_triton_sample,
         limits={
             "delta": _delta_limit,
@@ -222,7 +211,6 @@ BACKENDS: dict[str, Backend] = {
             "conv": _conv_limit,
             "norm": _norm_limit,
             "gated_norm": _norm_limit,
-            "loss": _loss_limit,
         },
     ),
     "recurrent": Backend(

@@ -29,6 +29,7 @@ from flash_frac.ops.decode.triton import (
 from flash_frac.ops.delta import plan as delta_plan
 from flash_frac.ops.delta.step import delta_step_op, fused_delta_step_op
 from flash_frac.ops.delta.triton import delta_backward_op, delta_op
+from flash_frac.ops.loss.kernels import cross_entropy_
 from flash_frac.ops.norm.triton import (
     gated_norm_backward_op,
     gated_norm_op,
@@ -130,7 +131,7 @@ def conv(dtype, *, time=64, packed=False, window=True, taps=4, channels=H * D):
 
 def norms(dtype, *, time=64, size=H * D, skip=False):
     x, both, weight = empty(1, time, size, dtype=dtype), empty(1, time, 2 * size), empty(size)
-    norm_backward_op.kernel(norm_op.kernel(x, weight, 1e-6), x, weight, 1e-6)
+    norm_backward_op.kernel(norm_op.kernel(x, weight, 1e-6, dtype), x, weight, 1e-6)
     gate = both.to(dtype).chunk(2, -1)[1]
     direct = (empty(H, size // H), x) if skip else (None, None)
     arguments = (x, gate, weight, *direct, 1e-6, 0.5)
@@ -175,11 +176,15 @@ def sample(dtype, *, vocabulary=50_280):
     sample_op.kernel(empty(2, vocabulary, dtype=dtype), table, seen)
 
 
+def loss(dtype, *, vocabulary=32000):
+    cross_entropy_(empty(64, vocabulary, dtype=dtype), torch.zeros(64).long(), -100, True)
+
+
 # As in training and decoding with the published models; then what that leaves out: packed
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
 USUAL |= {"swiglu": swiglu, "decode": decode, "delta": delta, "delta decode": delta_decode}
-USUAL |= {"attend": attend, "sample": sample}
+USUAL |= {"attend": attend, "sample": sample, "loss": loss}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -193,6 +198,7 @@ OTHER = {
     "delta decode": lambda dtype: delta_decode(dtype, keys=128, channels=256),
     "attend": lambda dtype: attend(dtype, heads=3, key_heads=3, columns=7, channels=200),
     "sample": lambda dtype: sample(dtype, vocabulary=33),
+    "loss": lambda dtype: loss(dtype, vocabulary=50),
 }
 
 

@@ -115,7 +115,7 @@ def leaf(*shape):
 
 def test_opcheck():
     x, weight = leaf(4, 6), leaf(6)
-    torch.library.opcheck(norm_op.registered, (x, weight, EPS))
+    torch.library.opcheck(norm_op.registered, (x, weight, EPS, torch.bfloat16))
     gate = normal(4, 12).chunk(2, -1)[1].requires_grad_()
     torch.library.opcheck(gated_norm_op.registered, (x, gate, weight, None, None, EPS, 0.5))
     skip = (leaf(2, 3), leaf(4, 6))

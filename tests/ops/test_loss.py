@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_frac.ops import backends, resolve_backend
-from flash_frac.ops.loss import _summed_loss, linear_cross_entropy
+from flash_frac.ops import resolve_backend
+from flash_frac.ops.loss.api import _summed_loss, linear_cross_entropy
 from flash_frac.ops.testing import relative_error
 
 VOCAB, WIDTH = 37, 12
@@ -187,14 +187,14 @@ def test_operator_is_registered_well(need):
     hidden, weight, labels = random_inputs(torch.float32, size=(5,))
     hidden.requires_grad_(need[0])
     weight.requires_grad_(need[1])
-    arguments = (hidden, weight, labels, -100, 2, torch.float32, *need)
+    arguments = (hidden, weight, labels, -100, 2, torch.float32, *need, False)
     torch.library.opcheck(_summed_loss, arguments)
 
 
 PEAK = """
 from pathlib import Path
 import torch
-from flash_frac.ops.loss import linear_cross_entropy
+from flash_frac.ops.loss.api import linear_cross_entropy
 
 def mib(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -253,9 +253,8 @@ def test_wrong_arguments(changes, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-def test_liger_is_as_exact(autocast):
-    """On CUDA auto takes liger-kernel's kernels: the error rule for loss and both gradients."""
-    pytest.importorskip("liger_kernel")
+def test_kernel_is_as_exact(autocast):
+    """On CUDA auto takes the kernel: the error rule for loss and both gradients."""
     dtype = torch.float32 if autocast else torch.bfloat16
     hidden = torch.randn(3, 100, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1000, 64, device="cuda", dtype=dtype)
@@ -270,23 +269,16 @@ def test_liger_is_as_exact(autocast):
 
     exact = run(hidden.double(), weight.double())
     got, plain = (run(hidden, weight, backend=name) for name in ("auto", "torch"))
-    assert resolve_backend("auto", hidden, "loss", None) == "triton"
+    assert resolve_backend("auto", hidden, "loss") == "triton"
     for a, b, c in zip(got, plain, exact, strict=True):
         assert a.dtype == b.dtype
         # Products round to bfloat16 in both.
         assert relative_error(a, c) <= 2 * (relative_error(b, c) + 2**-9)
 
 
-def test_liger_is_asked_for_by_name(monkeypatch):
+def test_kernel_needs_a_gpu():
     hidden, weight, labels = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([0, 4])
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run here: .*CUDA.*'torch'"):
-        linear_cross_entropy(hidden, weight, labels, backend="triton")
-    row = backends.BACKENDS["triton"]._replace(refusal=lambda x: None)
-    monkeypatch.setitem(backends.BACKENDS, "triton", row)
-    with pytest.raises(ValueError, match="chooses its chunks itself, got chunk_tokens=2"):
-        linear_cross_entropy(hidden, weight, labels, backend="triton", chunk_tokens=2)
-    monkeypatch.setattr(backends, "_HAS_LIGER", False)
-    with pytest.raises(ValueError, match=r"liger-kernel's, which is not installed \(extra train"):
         linear_cross_entropy(hidden, weight, labels, backend="triton")
 
 

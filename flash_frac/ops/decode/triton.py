@@ -165,7 +165,7 @@ def norm_linear(
         options = {"norm_weight": norm_weight, "eps": eps, "residual": residual}
         return fused_norm_linear(x, weight, bias, **options)
     if norm_weight is not None:
-        x = triton_norm(x, norm_weight, eps)
+        x = triton_norm(x, norm_weight, eps, x.dtype)
     if residual is not None and bias is None:
         return torch.addmm(residual, x, weight.t())
     y = F.linear(x, weight, bias)
@@ -199,7 +199,7 @@ def norm_swiglu(
     """`fused_norm_swiglu` of any number of vectors: beyond MOST_VECTORS by the matrix units."""
     if x.shape[0] <= MOST_VECTORS:
         return fused_norm_swiglu(x, gate_weight, up_weight, norm_weight, eps)
-    x = triton_norm(x, norm_weight, eps)
+    x = triton_norm(x, norm_weight, eps, x.dtype)
     return triton_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
 
 

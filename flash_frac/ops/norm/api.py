@@ -8,18 +8,28 @@ is the channels of a head, and `D` the skip of the paper.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flash_frac.ops.backends import choose
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
-    """RMSNorm(x) (..., E) with weight (E,), in the dtype of x.
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """RMSNorm(x) (..., E) with weight (E,).
 
-    `backend` is as in `frac_scan`; "triton" takes rows up to 8,192 wide.
+    Args:
+        dtype: of the result; that of x if None. The sums are float32 or wider anyway.
+        backend: as in `frac_scan`; "triton" takes rows up to 8,192 wide.
     """
     _check("x", x, weight)
-    return choose("norm", backend, x)(x, weight, eps)
+    return choose("norm", backend, x)(x, weight, eps, dtype or x.dtype)
 
 
 def gated_norm(

@@ -18,9 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def torch_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Plain-torch form of `norm`: the same arguments."""
-    return rms_norm(x, weight, eps).to(x.dtype)
+    return rms_norm(x, weight, eps).to(dtype)
 
 
 def torch_gated_norm(

@@ -41,9 +41,9 @@ MOST_WARPS = 16
 INTERPRETED_PROGRAMS = 3
 
 
-def triton_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def triton_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Backend "triton" of `norm`: the same arguments."""
-    return norm_op(x.contiguous(), weight.contiguous(), eps)
+    return norm_op(x.contiguous(), weight.contiguous(), eps, dtype)
 
 
 def triton_gated_norm(
@@ -81,9 +81,9 @@ def _launch(x: Tensor, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
 
 
 @operator("rms_norm")
-def norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """y like x. All contiguous."""
-    y = torch.empty_like(x)
+def norm_op(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """y like x, of this dtype. All contiguous."""
+    y = torch.empty_like(x, dtype=dtype)
     grid, options = _launch(x, FORWARD)
     with torch.cuda.device_of(x):
         norm_forward_kernel[grid](x, weight, y, eps=eps, **options)
@@ -91,8 +91,8 @@ def norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @norm_op.register_fake
-def _(x, weight, eps):
-    return torch.empty_like(x)
+def _(x, weight, eps, dtype):
+    return torch.empty_like(x, dtype=dtype)
 
 
 @operator("rms_norm_backward")
@@ -112,12 +112,12 @@ def _(dy, x, weight, eps):
 
 
 def _save_norm(ctx, inputs, output) -> None:
-    x, weight, ctx.eps = inputs
+    x, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _norm_gradients(ctx, dy):
-    return *norm_backward_op(dy, *ctx.saved_tensors, ctx.eps), None
+    return *norm_backward_op(dy, *ctx.saved_tensors, ctx.eps), None, None
 
 
 norm_op.register_autograd(_norm_gradients, setup_context=_save_norm)

@@ -1,15 +1,14 @@
 """The head and its loss without the logits of all tokens in memory.
 
-On CUDA this is liger-kernel's, where it is installed (extra `train`): measured on an H200 it takes
-15 to 20% less time and less than half the memory of the form below, which runs anywhere. That form:
-for chunks of tokens, logits = hidden weight^T are formed, turned into the loss and its gradient,
+For chunks of tokens, logits = hidden weight^T are formed, turned into the loss and its gradient,
 
     loss = logsumexp(logits) - logits[label],      dlogits = softmax(logits) - onehot(label),
 
-and dlogits at once into the gradients of hidden and weight, which the backward only scales. Beside
-the gradients it holds one chunk of logits twice, in the dtype of the matrix products and in
-float32: 6 chunk_tokens V bytes in bfloat16, 786 MB for 4096 tokens and V = 32000. The gradient of
-the weight is summed over chunks in float32, 4 V E bytes, and as many for the part of a chunk.
+and dlogits at once into the gradients of hidden and weight, which the backward only scales. The
+products are torch's. Between them, backend "triton" has one kernel, which writes dlogits over the
+logits: beside the gradients it holds one chunk of logits, 262 MB for 4096 tokens and V = 32000 in
+bfloat16. Plain torch holds it in float32 as well. The gradient of the weight is summed over chunks
+in float32, 4 V E bytes, and as many for the part of a chunk.
 Letters: N tokens, E width, V vocabulary.
 """
 
@@ -19,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_frac.ops.backends import choose, refuse_second_derivative
+from flash_frac.ops.backends import choose
 
-# Tokens that have logits at a time in the plain form, unless the caller says otherwise.
+# Tokens that have logits at a time, unless the caller says otherwise.
 CHUNK_TOKENS = 4096
 
 
@@ -45,9 +44,8 @@ def linear_cross_entropy(
         reduction: "mean" over the labels that count (NaN if none does), or "sum".
         num_items: divides the sum in place of the number of labels that count, as when a batch is
             spread over several calls or devices.
-        chunk_tokens: how many tokens have logits at a time, in plain torch; liger-kernel chooses
-            its own. None for 4096.
-        backend: as in `frac_scan`; "triton" is liger-kernel's.
+        chunk_tokens: how many tokens have logits at a time; None for 4096.
+        backend: as in `frac_scan`.
 
     Returns:
         The loss, float32 (float64 for float64 inputs).
@@ -62,7 +60,9 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     elif weight.dtype != dtype:
         raise ValueError(f"weight must have the dtype of hidden, {dtype}, got {weight.dtype}")
-    summed = choose("loss", backend, hidden, chunk_tokens)
+    # The kernel reads what the products give; of an empty batch there is nothing to read.
+    example = hidden.new_empty(min(1, hidden.numel()), dtype=dtype)
+    summed = choose("loss", backend, example)
     total = summed(
         hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk_tokens, dtype
     )
@@ -75,15 +75,17 @@ def linear_cross_entropy(
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
 
-def torch_loss(
+def _loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     ignore_index: int,
     chunk_tokens: int | None,
     dtype: torch.dtype,
+    *,
+    fused: bool,
 ) -> Tensor:
-    """The sum of the losses of hidden (N, E), in plain torch; products in `dtype`."""
+    """The sum of the losses of hidden (N, E); products in `dtype`."""
     graph = torch.is_grad_enabled()
     return _summed_loss(
         hidden,
@@ -94,38 +96,18 @@ def torch_loss(
         dtype,
         graph and hidden.requires_grad,
         graph and weight.requires_grad,
+        fused,
     )[0]
 
 
-def liger_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, *unused: Any
-) -> Tensor:
-    """The same by liger-kernel, with sums in float32; autocast gives the dtype of its products."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    no_bias = no_class_weights = no_cap = None
-    no_penalty, no_smoothing, no_z_loss = 0.0, 0.0, False
-    # By position, because a function of autograd takes no names.
-    total = LigerFusedLinearCrossEntropyFunction.apply(
-        hidden, weight, labels, no_bias, no_class_weights, ignore_index,
-        no_penalty, no_smoothing, "sum", no_cap, no_z_loss, torch.float32,
-    )[0]  # fmt: skip
-    return _OnceDifferentiable.apply(total)
+def torch_loss(*arguments: Any) -> Tensor:
+    """The sum of the losses: hidden (N, E), weight, labels (N,) and options of `_loss`."""
+    return _loss(*arguments, fused=False)
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """The same number, whose gradient says that it cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor) -> Tensor:
-        return total.view_as(total)
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dtotal: Tensor
-    ) -> Tensor:
-        refuse_second_derivative("liger-kernel's loss")
-        return dtotal
+def triton_loss(*arguments: Any) -> Tensor:
+    """The same with a kernel between the products."""
+    return _loss(*arguments, fused=True)
 
 
 def _check(
@@ -162,19 +144,21 @@ def _summed_loss(
     dtype: torch.dtype,
     need_hidden: bool,
     need_weight: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, and its gradients by hidden (N, E) and weight (V, E), or empty."""
     wide = torch.promote_types(dtype, torch.float32)
     matrix = weight.to(dtype)
+    chunk_loss = _fused_chunk_loss if fused else _chunk_loss
     total = hidden.new_zeros((), dtype=wide)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else 0, dtype=dtype)
     dweight = weight.new_zeros(weight.shape if need_weight else 0, dtype=wide)
     for start in range(0, hidden.shape[0], chunk_tokens):
         tokens = slice(start, start + chunk_tokens)
-        total += _chunk_loss(
+        total += chunk_loss(
             hidden[tokens].to(dtype),
             matrix,
-            labels[tokens, None],
+            labels[tokens],
             ignore_index,
             dhidden[tokens] if need_hidden else None,
             dweight if need_weight else None,
@@ -185,7 +169,7 @@ def _summed_loss(
 def _chunk_loss(
     x: Tensor,
     matrix: Tensor,
-    label: Tensor,
+    labels: Tensor,
     ignore_index: int,
     dx: Tensor | None,
     dweight: Tensor | None,
@@ -194,6 +178,7 @@ def _chunk_loss(
 
     A function of its own, so that the logits of a chunk are gone before those of the next are made.
     """
+    label = labels[:, None]
     ignored = label == ignore_index
     label = label.masked_fill(ignored, 0)
     logits = x @ matrix.T
@@ -211,6 +196,27 @@ def _chunk_loss(
     return -log_p_label.masked_fill(ignored, 0).sum()
 
 
+def _fused_chunk_loss(
+    x: Tensor,
+    matrix: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+) -> Tensor:
+    """`_chunk_loss` with one kernel between the products."""
+    from flash_frac.ops.loss.kernels import cross_entropy_
+
+    logits = x @ matrix.T
+    losses = cross_entropy_(logits, labels, ignore_index, dx is not None or dweight is not None)
+    if dx is not None:
+        torch.mm(logits, matrix, out=dx)
+    if dweight is not None:
+        # A gradient of 0 does not silence an ignored token that is not finite.
+        _add_product(dweight, logits, x.masked_fill((labels == ignore_index)[:, None], 0))
+    return losses.sum()
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left^T right, in the dtype of total, which may be wider than that of the factors."""
     if total.dtype == left.dtype:
@@ -224,7 +230,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @_summed_loss.register_fake
-def _(hidden, weight, labels, ignore_index, chunk_tokens, dtype, need_hidden, need_weight):
+def _(hidden, weight, labels, ignore_index, chunk_tokens, dtype, need_hidden, need_weight, fused):
     wide = torch.promote_types(dtype, torch.float32)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else 0, dtype=dtype)
     dweight = weight.new_empty(weight.shape if need_weight else 0, dtype=wide)
@@ -233,7 +239,7 @@ def _(hidden, weight, labels, ignore_index, chunk_tokens, dtype, need_hidden, ne
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    hidden, weight, *_, need_hidden, need_weight = inputs
+    hidden, weight, *_, need_hidden, need_weight, _ = inputs
     ctx.dtypes = hidden.dtype if need_hidden else None, weight.dtype if need_weight else None
     ctx.ignore_index, ctx.dtype = inputs[3], inputs[5]
     ctx.save_for_backward(*output[1:], *inputs[:3])
@@ -254,7 +260,7 @@ def _differentiable(ctx, dtotal):
 
 def _gradients(ctx, dtotal, *unused):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and dtotal is not None:
-        return *_differentiable(ctx, dtotal), *(None for _ in range(6))
+        return *_differentiable(ctx, dtotal), *(None for _ in range(7))
 
     def scaled(gradient, dtype):
         if dtype is None or dtotal is None:
@@ -263,7 +269,7 @@ def _gradients(ctx, dtotal, *unused):
         return torch.mul(gradient, dtotal[None], out=torch.empty_like(gradient, dtype=dtype))
 
     gradients = map(scaled, ctx.saved_tensors[:2], ctx.dtypes)
-    return *gradients, *(None for _ in range(6))
+    return *gradients, *(None for _ in range(7))
 
 
 _summed_loss.register_autograd(_gradients, setup_context=_save)
