@@ -51,6 +51,7 @@ OPERATORS = {
     "swiglu": set(),
     "loss": set(),
     "attention": set(),
+    "sample": set(),
     "decode": {"control", "conv", "norm", "swiglu"},
 }
 # And by file, from the ground up: plain forms, the table of backends, kernels, their launches, the

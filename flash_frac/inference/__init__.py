@@ -1,9 +1,25 @@
-"""From a model to tokens: `Generator` for batches, `FracStream` for states to hold and continue."""
+"""From a model to tokens: `Engine` for many requests, `Generator` for batches, `FracStream` for
+states to hold and continue."""
 
+from flash_frac.inference.engine import Engine
 from flash_frac.inference.generator import Generator
+from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.sampling import SamplingSettings
+from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request, Update
 from flash_frac.inference.state import StreamMark
 from flash_frac.inference.stream import FracStream
 from flash_frac.inference.text import StopStrings
 
-__all__ = ["FracStream", "Generator", "SamplingSettings", "StopStrings", "StreamMark"]
+__all__ = [
+    "Engine",
+    "EngineStopped",
+    "FracStream",
+    "Generator",
+    "PrefixStates",
+    "QueueFull",
+    "Request",
+    "SamplingSettings",
+    "StopStrings",
+    "StreamMark",
+    "Update",
+]

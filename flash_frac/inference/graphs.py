@@ -19,7 +19,7 @@ from flash_frac.models import FracForCausalLM
 
 # Kinds of devices on which functions are recorded.
 DEVICES = ("cuda",)
-# Graphs that are kept; then the one that was not used for longest goes.
+# Graphs that are kept by default; then the one that was not used for longest goes.
 MOST_GRAPHS = 32
 # Modules of these packages compute the same as long as their tensors stay where they are. Others,
 # such as adapters, may decide otherwise at any time.
@@ -95,14 +95,17 @@ class Recorder:
     A model on a CPU, on several devices, with hooks, adapters, tensors of other kinds or rotary
     positions that depend on the length, and any model under autocast, is run as written every time.
 
+    Args:
+        most_graphs: that are kept; None: MOST_GRAPHS.
+
     Example:
         >>> recorder = Recorder(model)
         >>> recorder.look()  # once for many tokens
         >>> logits = recorder.run("step", step, [token])
     """
 
-    def __init__(self, model: FracForCausalLM) -> None:
-        self.model = model
+    def __init__(self, model: FracForCausalLM, *, most_graphs: int | None = None) -> None:
+        self.model, self.most_graphs = model, most_graphs
         # What graphs depend on in the model; None as long as it is not recorded.
         self.bindings: list[Any] | None = None
         self._run: set[Hashable] = set()
@@ -154,7 +157,7 @@ class Recorder:
         key = (kind, variant)
         graph = self._graphs.pop(key, None)
         if graph is None:
-            while len(self._graphs) >= MOST_GRAPHS:
+            while len(self._graphs) >= (self.most_graphs or MOST_GRAPHS):
                 del self._graphs[next(iter(self._graphs))]
             device, others = self.model.lm_head.weight.device, iter(self._graphs.values())
             graph = Graph(function, inputs, device, random=random, other=next(others, None))

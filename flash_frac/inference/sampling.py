@@ -1,16 +1,22 @@
 """Choosing the next token from its logits: the most likely, or one drawn from the likely ones.
 
 In the order of Hugging Face's `generate`: repetition penalty, temperature, top-k, top-p, min-p.
+`choose` applies the same settings to a batch, and `choose_each` to each row its own.
 Nothing here waits for a device, so that it can be recorded in a CUDA graph.
 Letters: B batch, V vocabulary.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from flash_frac.ops import sample
+from flash_frac.ops.sample.reference import WIDTH, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +110,135 @@ def _keep_share(scores: Tensor, share: float) -> Tensor:
     dropped = ordered.softmax(-1).cumsum(-1) <= 1 - share
     dropped[..., -1] = False
     return scores.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+
+
+class SlotSettings:
+    """Sampling settings of many sequences, a row for each slot, in one tensor on a device.
+
+    What `choose_each` reads; a graph that it is recorded in holds no settings. The attributes are
+    views of the table, so that rows can be looked at, and written, by name.
+
+    Attributes:
+        table: (slots, 10) int32, as `flash_frac.ops.sample` reads it.
+        temperature, top_p, min_p, repetition_penalty: (slots,) float32.
+        top_k: (slots,) int32.
+        seed, drawn: (slots,) int64, the random seed and how many tokens were drawn with it.
+
+    Example:
+        >>> settings = SlotSettings.empty(64, model.device)
+        >>> settings.set(3, SamplingSettings(temperature=0.8), seed=0)
+        >>> tokens, logprobs = choose_each(logits, settings.rows(4), seen=seen)
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        (
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.top_k,
+            self.seed,
+            self.drawn,
+        ) = fields(table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device | str = "cpu") -> SlotSettings:
+        """Greedy settings for this many slots."""
+        made = cls(torch.zeros(slots, WIDTH, dtype=torch.int32, device=device))
+        made.set_rows(range(slots), [GREEDY] * slots, [0] * slots)
+        return made
+
+    def set(self, row: int, settings: SamplingSettings, seed: int, *, drawn: int = 0) -> None:
+        """Set a slot up for a request.
+
+        Args:
+            row: of the slot.
+            settings: how its tokens are chosen.
+            seed: of its random numbers, any integer of 64 bits with a sign.
+            drawn: how many tokens were drawn with that seed before, for a request that goes on.
+        """
+        self.set_rows([row], [settings], [seed], drawn=[drawn])
+
+    def set_rows(
+        self,
+        rows: Sequence[int],
+        settings: Sequence[SamplingSettings],
+        seeds: Sequence[int],
+        *,
+        drawn: Sequence[int] | None = None,
+    ) -> None:
+        """`set` for many slots, by one copy to the device.
+
+        Example: `settings.set_rows([0, 2], [GREEDY, GREEDY], [0, 0])`
+        """
+        for row in rows:
+            self._check(row)
+        requests = zip(rows, settings, seeds, drawn or [0] * len(rows), strict=True)
+        packed = b"".join(_pack(*request) for request in requests)
+        # Rows travel with their numbers, and the copy does not wait for the device.
+        given = torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, 2 + WIDTH)
+        given = given.to(self.table.device, non_blocking=True)
+        self.table.index_copy_(0, given.view(torch.int64)[:, 0], given[:, 2:])
+
+    def move(self, source: int, target: int) -> None:
+        """Copy the settings of a slot, and how far it has drawn, into another one."""
+        self._check(source)
+        self._check(target)
+        self.table[target].copy_(self.table[source])
+
+    def rows(self, count: int) -> SlotSettings:
+        """The first slots, in the same memory."""
+        if not 0 < count <= len(self):
+            raise ValueError(f"count must be from 1 to {len(self)} (slots), got {count}")
+        return SlotSettings(self.table[:count])
+
+    def _check(self, row: int) -> None:
+        if not 0 <= row < len(self):
+            raise ValueError(f"row must be from 0 to {len(self) - 1}, got {row}")
+
+
+def _pack(row: int, settings: SamplingSettings, seed: int, drawn: int) -> bytes:
+    """A row's number, and its words in the order of `fields`."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits with a sign, got {seed}")
+    numbers = (settings.temperature, settings.top_p, settings.min_p, settings.repetition_penalty)
+    # So large that more makes no difference, and far enough from where float32 and int32 end.
+    numbers, top_k = [min(x, 1e30) for x in numbers], min(settings.top_k, 2**30)
+    return struct.pack("=q4f2i2q", row, *numbers, top_k, 0, seed, drawn)
+
+
+def choose_each(
+    logits: Tensor, settings: SlotSettings, *, seen: Tensor, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The next tokens (B,) from logits (B, V), each by settings of its own, and log-probabilities.
+
+    A row's draw depends on its logits, seed and number of tokens drawn alone: it is the same in any
+    batch, at any row and on any backend. With a temperature of 0 it is that of `choose` with GREEDY
+    and the same penalty. Top-k, top-p and min-p keep the tokens that `adjust` keeps, but tokens of
+    equal logits are kept or dropped together, where top-p in `adjust` drops some of them in no
+    certain order.
+
+    Args:
+        settings: a row for each sequence; its count of tokens drawn goes up.
+        seen: (B, V) bool, True at tokens to which the repetition penalty applies. The chosen ones
+            are marked in it, whatever the penalty.
+        backend: as in `frac_scan`.
+
+    Returns:
+        tokens: (B,) int64. A row without a distribution (NaN or +inf anywhere in its logits, or
+            nothing but -inf) gets -1, which is no token: end that request, the others are sound.
+        logprobs: (B,) float32, log_softmax(logits)[token] of the logits as they came, before
+            penalty, temperature and filters: what vLLM reports by default ("raw_logprobs").
+            OpenAI's reference says no more than "log probability". NaN where the token is -1.
+
+    Example:
+        >>> settings = SlotSettings.empty(len(logits), logits.device)
+        >>> settings.set(0, SamplingSettings(temperature=0.8, top_p=0.95), seed=1)
+        >>> seen = torch.zeros_like(logits, dtype=torch.bool)
+        >>> tokens, logprobs = choose_each(logits, settings, seen=seen)
+    """
+    return sample(logits, settings.table, seen, backend)

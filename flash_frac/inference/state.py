@@ -143,10 +143,13 @@ def read_tokens(
         mask: (B, T), 0 at padding, on the left; None if there is none.
     """
     device = model.model.embed_tokens.weight.device
+    if mask is not None and mask.device.type != "cpu":
+        # One on the CPU is moved by the model, which looks at it first.
+        mask = mask.to(device)
     with evaluating(model):
         output = model(
             ids.to(device),
-            attention_mask=None if mask is None else mask.to(device),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,

@@ -1,4 +1,4 @@
-"""A stream as a file: safetensors with a checksum and the fingerprint of its model.
+"""States as files: safetensors with a checksum and the fingerprint of their model.
 
 The fingerprint has the settings that change what a model computes, the names, shapes and dtypes of
 its tensors, and a hash over 256 elements of each. Training changes almost all elements, so that
@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +29,24 @@ from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.mixers import MLP_EXPAND
 
-FORMAT, VERSION = "flash_frac.stream", "1"
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file.
+
+    Attributes:
+        name, version: as they stand in the file.
+        content: what it holds.
+        writer: which function writes it.
+    """
+
+    name: str
+    version: str
+    content: str
+    writer: str
+
+
+STREAM = Format("flash_frac.stream", "1", "stream", "FracStream.save")
 SAMPLES = 256
 # A prime, whose multiples modulo the size of a tensor are spread over all rows and columns.
 STRIDE = 2654435761
@@ -109,17 +126,28 @@ def _sample(x: Tensor) -> Tensor:
     return torch.take(x, positions)
 
 
-def _to_tensors(cache: BufferedCache) -> dict[str, Tensor]:
-    """Everything that a cache holds, by names that begin with the number of the layer."""
+def fixed_tensors(cache: BufferedCache) -> dict[str, Tensor]:
+    """States, windows and rings of a cache, by names that begin with the number of the layer."""
     tensors = {}
     for index, state in zip(cache.state_layers, states_of(cache), strict=True):
         tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
-    for index, (keys, values) in cache.rings.items():
-        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
-    for index, pair in cache.full.layers.items():
-        keys, values = (x[:, :, : cache.longest] for x in pair)
-        tensors |= {f"{index}.keys": keys, f"{index}.values": values}
-    return tensors
+    return tensors | _by_name(cache.rings)
+
+
+def growing_tensors(cache: BufferedCache) -> dict[str, Tensor]:
+    """Keys and values of the layers that see all tokens, by names as in `fixed_tensors`."""
+    return _by_name(cache.full.layers)
+
+
+def _by_name(layers: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    named = ({f"{n}.keys": keys, f"{n}.values": values} for n, (keys, values) in layers.items())
+    return {name: x for pair in named for name, x in pair.items()}
+
+
+def _to_tensors(cache: BufferedCache) -> dict[str, Tensor]:
+    """Everything that a cache holds."""
+    growing = growing_tensors(cache).items()
+    return fixed_tensors(cache) | {name: x[:, :, : cache.longest] for name, x in growing}
 
 
 def _from_tensors(
@@ -156,7 +184,7 @@ def write_mark(path: Path, mark: StreamMark, model: FracForCausalLM) -> None:
     tensors |= _to_tensors(mark.cache)
     tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in mark.tails])
     facts = fingerprint(model) | {"lengths": json.dumps(mark.lengths), "tails": tails}
-    _write_file(path, facts, tensors)
+    write_file(path, STREAM, facts, tensors)
 
 
 def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
@@ -165,8 +193,12 @@ def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
     Args:
         text: whether the stream shows text.
     """
-    facts, tensors = _read_file(path)
-    _check_same_model(path, facts, model)
+    facts, tensors = read_file(path, STREAM)
+    if difference := difference_of(facts, fingerprint(model)):
+        raise ValueError(
+            f"{path} was written with another model: {difference}. A state means nothing to "
+            "another model; load the one that wrote it, or feed the text again"
+        )
     device, logits = model.lm_head.weight.device, tensors.get("logits")
     lengths, tails = tuple(json.loads(facts["lengths"])), ()
     if text:
@@ -179,69 +211,84 @@ def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
     return StreamMark(_from_tensors(model, tensors, lengths), logits, seen, lengths, tails)
 
 
-def _write_file(path: Path, facts: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    facts = {"format": FORMAT, "version": VERSION, **facts}
+def write_file(
+    path: Path,
+    form: Format,
+    facts: dict[str, str],
+    tensors: dict[str, Tensor],
+    *,
+    sync: bool = True,
+) -> None:
+    """Write a file that is there whole or not at all.
+
+    Args:
+        sync: wait until it is on the disk. Else a power cut may damage it, which a reader notices.
+    """
+    facts = {"format": form.name, "version": form.version, **facts}
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
     try:
         save_file(tensors, draft, {**facts, "checksum": _checksum(facts, tensors)})
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
+        if sync:
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What `_write_file` has written; ValueError if it is something else, or damaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            facts = dict(file.metadata() or {})
-            # keys() is a method of a file, which is no dict.
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is no whole safetensors file, as FracStream.save writes it: it is cut short, "
-            f"damaged or of another kind. The reader said: {error}"
-        ) from error
-    if facts.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} holds no stream, but other tensors ({', '.join([*tensors][:3])}); "
-            "expected a file that FracStream.save has written"
-        )
-    if facts.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has version {facts.get('version')} of the format, but this flash-frac reads "
-            f"version {VERSION}; read it with the flash-frac that wrote it"
-        )
+def read_file(path: Path, form: Format) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What `write_file` has written; ValueError if it is something else, or damaged."""
+    facts, tensors = read_part(path, form)
     if facts.pop("checksum", None) != _checksum(facts, tensors):
         raise ValueError(f"{path} is damaged: its content does not match its checksum")
     return facts, tensors
 
 
-def _check_same_model(path: Path, facts: dict[str, str], model: FracForCausalLM) -> None:
-    """ValueError that says what differs, unless the file was written with this model."""
-    here = fingerprint(model)
-    mine, theirs = (_settings(x) for x in (here, facts))
+def read_part(
+    path: Path, form: Format, names: Sequence[str] | None = None
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """`read_file` without its checksum, for a look at some tensors of a large file."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = dict(file.metadata() or {})
+            # keys() is a method of a file, which is no dict.
+            held = list(file.keys())
+            wanted = held if names is None else [name for name in names if name in held]
+            tensors = {name: file.get_tensor(name) for name in wanted}
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no whole safetensors file, as {form.writer} writes it: it is cut short, "
+            f"damaged or of another kind. The reader said: {error}"
+        ) from error
+    if facts.get("format") != form.name:
+        raise ValueError(
+            f"{path} holds no {form.content}, but other tensors ({', '.join(held[:3])}); "
+            f"expected a file that {form.writer} has written"
+        )
+    if facts.get("version") != form.version:
+        raise ValueError(
+            f"{path} has version {facts.get('version')} of the format, but this flash-frac reads "
+            f"version {form.version}; read it with the flash-frac that wrote it"
+        )
+    return facts, tensors
+
+
+def difference_of(there: dict[str, str], here: dict[str, str]) -> str | None:
+    """What differs between two models, by their fingerprints; None if they are the same."""
+    mine, theirs = (_settings(x) for x in (here, there))
     if mine != theirs:
         names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
         parts = (
             (x, *(y.get(x, getattr(FracConfig, x, None)) for y in (theirs, mine))) for x in names
         )
-        difference = "; ".join(
-            f"{name} is {there} there and {here} here" for name, there, here in parts
-        )
-    elif here["structure"] != facts["structure"]:
-        difference = "its tensors have other names, shapes or dtypes"
-    elif here["weights"] != facts["weights"]:
-        difference = "it has the same shape and other weights"
-    else:
-        return
-    raise ValueError(
-        f"{path} was written with another model: {difference}. A state means nothing to another "
-        "model; load the one that wrote it, or feed the text again"
-    )
+        return "; ".join(f"{name} is {old} there and {new} here" for name, old, new in parts)
+    if here["structure"] != there["structure"]:
+        return "its tensors have other names, shapes or dtypes"
+    if here["weights"] != there["weights"]:
+        return "it has the same shape and other weights"
+    return None
 
 
 def _settings(facts: dict[str, str]) -> dict[str, Any]:

@@ -194,11 +194,12 @@ class StopStrings:
 
     def add(self, token: Tensor) -> Tensor:
         """Which sequences (B,) have one of the texts at their end, now that these tokens came."""
-        found = []
-        for row, new in enumerate(token[:, 0].tolist()):
-            piece, self._tails[row] = self._tails[row].take(new, self._decode)
-            found.append(self.completes(row, piece))
-        return torch.tensor(found)
+        return torch.tensor([self.ends(row, new) for row, new in enumerate(token[:, 0].tolist())])
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether a sequence has one of the texts at its end, now that this token came."""
+        piece, self._tails[row] = self._tails[row].take(token, self._decode)
+        return self.completes(row, piece)
 
     def _decode(self, ids: Sequence[int]) -> str:
         # With special tokens, which a text may name.

@@ -124,7 +124,11 @@ class BufferedCache(FracCache):
         counts: tokens of every sequence, as the host knows them; `lengths`, (B,), on the device.
         full: keys and values of the layers that see all tokens, maybe shared with other caches.
         rings: by number of a sliding layer, keys and values (B, heads, W, channels).
+        fixed_room: columns of a buffer that tokens look at, however few are in use, so that one
+            graph serves sequences of all lengths up to there; None: by the longest one.
     """
+
+    fixed_room: int | None = None
 
     def __init__(
         self, config: FracConfig, batch_size: int, examples: Mapping[int, Tensor] | None = None
@@ -167,9 +171,9 @@ class BufferedCache(FracCache):
         """Columns among which those are that one more token sees; 0 without attention layers."""
         if not self.attention_layers:
             return 0
-        if not self.full.layers:
-            return min(rounded(self.longest + 1), self.window or 0)
-        return min(rounded(self.longest + 1), self.full.size)
+        size = self.full.size if self.full.layers else self.window or 0
+        wanted = rounded(self.longest + 1) if self.fixed_room is None else self.fixed_room
+        return min(wanted, size)
 
     def signature(self, num_tokens: int) -> tuple[int, ...]:
         """What a pass over T tokens takes from the host: another graph for each."""
@@ -314,6 +318,8 @@ class BufferedCache(FracCache):
         self, q: Tensor, new: Pair, buffers: Pair, tokens: _Tokens, scaling: float
     ) -> Tensor:
         begin, end = self.longest, self.longest + q.shape[2]
+        if self.fixed_room is not None:
+            end = self.room
         k, v = (x[:, :, :end] for x in buffers)
         if self._all_alike(tokens):
             k[:, :, begin:], v[:, :, begin:] = new
@@ -345,8 +351,9 @@ class BufferedCache(FracCache):
         return y
 
     def _all_alike(self, tokens: _Tokens) -> bool:
-        """Whether all sequences have the same length, before and after."""
-        return tokens.order is None and min(self.counts) == self.longest
+        """Whether all sequences have the same length, before and after, in every replay."""
+        alike = tokens.order is None and min(self.counts) == self.longest
+        return alike and self.fixed_room is None
 
     def count(self, num_tokens: int) -> None:
         """Count on the device, for the next pass."""

@@ -239,3 +239,14 @@ def write_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
     # transformers 5.10 would make the recurrent state in the dtype of the window.
     layer.dtype = state.recurrent.dtype
     cache.update_recurrent_state(state.recurrent, layer_idx)
+
+
+def hold_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
+    """Let a layer that has a state hold these very tensors instead, such as views of others."""
+    layer: Any = cache.layers[layer_idx]
+    for name, x in (("recurrent_states", state.recurrent), ("conv_states", state.conv)):
+        held = getattr(layer, name)
+        if isinstance(held, dict):
+            held[0] = x
+        else:
+            setattr(layer, name, x)

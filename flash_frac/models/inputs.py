@@ -101,7 +101,9 @@ def local_mask(
         return mask
     if not on_cpu and torch.cuda.is_current_stream_capturing():
         return mask
-    return None if bool((mask != 0).all()) else mask
+    # A mask that was on the CPU is looked at there, and moves without a wait.
+    device = hidden_states.device
+    return None if bool((mask != 0).all()) else mask.to(device, non_blocking=True)
 
 
 def wants_attentions(asked: bool | None, config: FracConfig, masks: object) -> bool:

@@ -19,6 +19,7 @@ from flash_frac.ops.conv.api import ConvOutput, causal_conv
 from flash_frac.ops.delta.api import delta_scan, delta_step
 from flash_frac.ops.norm.api import gated_norm, norm
 from flash_frac.ops.norm.reference import rms_norm
+from flash_frac.ops.sample.api import sample
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, frac_scan, frac_step
 from flash_frac.ops.swiglu.api import swiglu
 
@@ -46,6 +47,7 @@ __all__ = [
     "norm",
     "resolve_backend",
     "rms_norm",
+    "sample",
     "swiglu",
     "uses_triton",
 ]

@@ -23,6 +23,7 @@ from flash_frac.ops.conv.reference import torch_conv
 from flash_frac.ops.delta.chunk import chunk_delta
 from flash_frac.ops.delta.reference import delta_step, recurrent_delta
 from flash_frac.ops.norm.reference import torch_gated_norm, torch_norm
+from flash_frac.ops.sample.reference import torch_sample
 from flash_frac.ops.scan.chunk import chunk_scan
 from flash_frac.ops.scan.reference import recurrent_scan, step
 from flash_frac.ops.swiglu.reference import torch_swiglu
@@ -53,6 +54,7 @@ class Backend(NamedTuple):
         refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
         controls, conv, norm, gated_norm, swiglu, loss: of the operators around the scan; a backend
             that does not have its own takes the plain-torch form.
+        sample: of `sample`, the choice of tokens.
         limits: by operator, what else it refuses: called with x and the facts `choose` is given.
     """
 
@@ -67,6 +69,7 @@ class Backend(NamedTuple):
     gated_norm: Callable[..., Tensor] = torch_gated_norm
     swiglu: Callable[..., Tensor] = torch_swiglu
     loss: Callable[..., Tensor] = _torch_loss
+    sample: Callable[..., tuple[Tensor, Tensor]] = torch_sample
     limits: Mapping[str, Callable[..., str | None]] = {}
 
 
@@ -176,6 +179,12 @@ def _triton_swiglu(*arguments: Any) -> Tensor:
     return triton_swiglu(*arguments)
 
 
+def _triton_sample(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.sample.triton import triton_sample
+
+    return triton_sample(*arguments)
+
+
 def _triton_loss(*arguments: Any) -> Tensor:
     from flash_frac.ops.loss.api import triton_loss
 
@@ -195,6 +204,7 @@ BACKENDS: dict[str, Backend] = {
         gated_norm=_triton_gated_norm,
         swiglu=_triton_swiglu,
         loss=_triton_loss,
+        sample=_triton_sample,
         limits={
             "delta": _delta_limit,
             "delta_step": _delta_limit,

@@ -150,7 +150,7 @@ def test_older_files_of_hybrid_models(tmp_path, ids):
     lengths = (40, 20, 10)
     stream = FracStream(model, batch_size=3)
     stream.feed([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]).save(path)
-    facts, tensors = storage._read_file(path)
+    facts, tensors = storage.read_file(path, storage.STREAM)
     real = torch.arange(40) >= 40 - torch.tensor(lengths)[:, None]
     for name, x in tensors.items():
         if name.endswith(("keys", "values")):
@@ -158,7 +158,7 @@ def test_older_files_of_hybrid_models(tmp_path, ids):
             tensors[name] = torch.stack(rows)
     settings = json.loads(facts["settings"]) | {"attention_intermediate_size": None}
     older = facts | {"settings": json.dumps(settings)}
-    storage._write_file(path, older, tensors | {"real": real})
+    storage.write_file(path, storage.STREAM, older, tensors | {"real": real})
     loaded = FracStream.load(path, model)
     assert_same(loaded, stream)
     more = [[5], [6, 7], [8]]

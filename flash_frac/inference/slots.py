@@ -1,0 +1,151 @@
+"""Slots: the rows of tensors in which sequences live, and the one way from a row to its next token.
+
+Everything about a sequence that a step needs is in its row of some tensor, settings of sampling
+too, so that one graph for a number of rows serves whatever sequences are in them.
+Letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_frac.inference.sampling import SamplingSettings, SlotSettings, choose_each
+from flash_frac.inference.state import read_tokens
+from flash_frac.models import FracForCausalLM
+from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.slot_cache import SlotCache
+
+# Columns of any buffer.
+EVERYTHING = 2**62
+
+
+class Slots:
+    """B rows, claimed once; those not in use compute garbage that nobody reads.
+
+    Args:
+        model: in eval mode.
+        example: a cache of the model, with the shapes of one sequence.
+        num_rows: B.
+        size: columns for keys and values of layers that see all tokens.
+
+    Attributes:
+        cache: states, keys and values.
+        settings: of sampling.
+        token: (B, 1), the last one, which the next step reads.
+        logits: (B, V) float32, from which it was chosen.
+        used: (B,), whether a sequence is there. Others begin at position 0 again in every step, so
+            that they never run out of their buffers.
+        seen: (B, V), tokens to which the repetition penalty applies.
+    """
+
+    def __init__(
+        self, model: FracForCausalLM, example: BufferedCache, num_rows: int, size: int
+    ) -> None:
+        self.model, self.num_rows, self.size = model, num_rows, size
+        head = model.lm_head.weight
+        self.device = head.device
+        # Tensors made in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            self.cache = SlotCache(example, num_rows, size)
+            self.settings = SlotSettings.empty(num_rows, self.device)
+            self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=self.device)
+            self.logits = torch.zeros(num_rows, head.shape[0], device=self.device)
+            self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
+            self.used = torch.zeros(num_rows, dtype=torch.bool, device=self.device)
+        self._views: dict[int, tuple[SlotCache, SlotSettings]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        others = (self.token, self.logits, self.seen, self.used)
+        return self.cache.claimed + sum(x.nbytes for x in others)
+
+    def _first(self, num: int) -> tuple[SlotCache, SlotSettings]:
+        """Cache and settings of the first rows, always the same objects."""
+        if num not in self._views:
+            self._views[num] = self.cache.rows(num), self.settings.rows(num)
+        return self._views[num]
+
+    def advance(self, num: int) -> Tensor:
+        """Read the last tokens of the first rows and choose the next; what `choose` returns."""
+        cache, _ = self._first(num)
+        cache.fixed_room = EVERYTHING
+        if cache.attention_layers:
+            cache.lengths.mul_(self.used[:num].to(cache.lengths.device))
+        self.logits[:num] = read_tokens(self.model, cache, self.token[:num])
+        return self.choose(num)
+
+    def read(
+        self, room: int | None, counts: Sequence[int], ids: Tensor, mask: Tensor | None = None
+    ) -> None:
+        """Read ids (B', T) into the first B' rows, which hold `counts` tokens; keep the logits.
+
+        Args:
+            room: columns to look at, by which the same kernels serve all counts; None: as many as
+                there are tokens.
+            mask: (B', T), False at padding.
+        """
+        cache, _ = self._first(len(ids))
+        cache.counts, cache.fixed_room = list(counts), room
+        self.logits[: len(ids)] = read_tokens(self.model, cache, ids, mask)
+
+    def choose(self, num: int) -> Tensor:
+        """The next tokens of the first rows: (2, num) int32, tokens and bits of their logprobs.
+
+        A token is -1 where logits are no numbers.
+        """
+        _, settings = self._first(num)
+        tokens, logprobs = choose_each(self.logits[:num], settings, seen=self.seen[:num])
+        # A row that has failed, or is not in use, must read some token.
+        self.token[:num, 0] = tokens.clamp_min(0)
+        return torch.stack([tokens.int(), logprobs.view(torch.int32)])
+
+    def set_row(self, row: int, sampling: SamplingSettings, seed: int, prompt: np.ndarray) -> None:
+        """Let a row choose by these settings from its next token on."""
+        self.settings.set(row, sampling, seed)
+        if sampling.repetition_penalty != 1:
+            self.seen[row].zero_()
+            self.seen[row].index_fill_(0, upload(prompt, self.device), True)
+
+    def copy_row(
+        self, row: int, source: Slots, source_row: int, num_tokens: int | None = None
+    ) -> None:
+        """Be in a row as others are in theirs, which has read this many tokens; None: any."""
+        self.cache.copy_row(row, source.cache, source_row, num_tokens)
+        for mine, theirs in (
+            (self.settings.table, source.settings.table),
+            (self.token, source.token),
+            (self.seen, source.seen),
+        ):
+            mine[row].copy_(theirs[source_row])
+
+    def most_likely(self, rows: Sequence[int], num: int) -> Tensor:
+        """Of these rows, which have just chosen, the most likely tokens.
+
+        Returns:
+            (2, rows, num) int32, tokens and bits of their logprobs.
+        """
+        logprobs = self.logits[upload(rows, self.device)].log_softmax(-1)
+        values, tokens = logprobs.topk(min(num, logprobs.shape[1]))
+        return torch.stack([tokens.int(), values.view(torch.int32)])
+
+
+def pinned(values: Any, device: torch.device) -> Tensor:
+    """Whole numbers in memory from which they go to a device without a wait."""
+    x = torch.as_tensor(values)
+    return x.pin_memory() if device.type == "cuda" else x
+
+
+def upload(values: Any, device: torch.device) -> Tensor:
+    """Whole numbers as a tensor on a device, without a wait for it."""
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def floats(bits: Tensor) -> list[Any]:
+    """Logprobs, of any shape, from their bits."""
+    return bits.view(torch.float32).tolist()

@@ -1,0 +1,115 @@
+"""A cache of many sequences that come and go: each is a row, and rows are copied one by one.
+
+Tensors of one shape lie together in a stack (L, B, ...), so that a row of all layers is copied by a
+few kernels, and the first n rows of a layer are contiguous.
+Letters: B rows, L tensors of one shape, S columns of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_frac.layers import MixerState
+from flash_frac.models.buffers import BufferedCache, KeyValues
+from flash_frac.models.cache import hold_state, read_state, write_state
+
+
+class SlotCache(BufferedCache):
+    """A `BufferedCache` whose memory is claimed once and whose rows are sequences of their own.
+
+    Args:
+        example: a cache of the same model, which has the shapes of one sequence.
+        batch_size: B.
+        size: columns of the buffers of layers that see all tokens.
+
+    Example:
+        >>> cache = SlotCache(empty_cache(model, 1), batch_size=64, size=4096)
+        >>> model(tokens, past_key_values=cache.rows(8))  # the first 8 rows
+    """
+
+    def __init__(self, example: BufferedCache, batch_size: int, size: int) -> None:
+        super().__init__(example._config, 0, example._examples)
+        self._example = example
+        self.counts = [0] * batch_size
+        with torch.inference_mode(False):
+            self.lengths = self.lengths.new_zeros(batch_size)
+            fixed = [x for x in example.fixed() if x is not example.lengths]
+            self._fixed, layers = _stacks([x.shape[1:] for x in fixed], fixed, batch_size)
+            columns = [x for pair in example.full.layers.values() for x in pair]
+            shapes = [torch.Size((x.shape[1], size, x.shape[3])) for x in columns]
+            self._columns, buffers = _stacks(shapes, columns, batch_size)
+        self._hold(layers, buffers)
+
+    def _hold(self, fixed: Sequence[Tensor], columns: Sequence[Tensor]) -> None:
+        """Have these tensors as those of the layers, in the order of `fixed` and `full`."""
+        num = 2 * len(self.state_layers)
+        pairs = zip(fixed[:num:2], fixed[1:num:2], strict=True)
+        for n, (recurrent, conv) in zip(self.state_layers, pairs, strict=True):
+            if read_state(self, n) is None:
+                # Marks the layer as one that has a state.
+                write_state(self, n, MixerState(recurrent[:0], conv[:0]))
+            hold_state(self, n, MixerState(recurrent, conv))
+        self.rings = _by_layer(self.sliding_layers, fixed[num:])
+        others = [n for n in self.attention_layers if n not in self.rings]
+        self.full = KeyValues(_by_layer(others, columns))
+
+    def rows(self, num: int) -> SlotCache:
+        """The first rows, in the same memory; `counts` is a list of its own."""
+        view = SlotCache(self._example, 0, 0)
+        view.counts, view.lengths = [0] * num, self.lengths[:num]
+        view._fixed = [x[:, :num] for x in self._fixed]
+        view._columns = [x[:, :num] for x in self._columns]
+        fixed = [x[:num] for x in self.fixed() if x is not self.lengths]
+        view._hold(fixed, [x[:num] for pair in self.full.layers.values() for x in pair])
+        return view
+
+    @torch.no_grad()
+    def clear_row(self, row: int) -> None:
+        """Hold no token in a row, and nothing but zeros."""
+        for x in (*self._fixed, *self._columns):
+            x[:, row].zero_()
+        self.lengths[row] = 0
+
+    @torch.no_grad()
+    def copy_row(
+        self, row: int, source: SlotCache, source_row: int, num_tokens: int | None = None
+    ) -> None:
+        """Be in a row as another cache is in one of its own, with the columns of its tokens or all.
+
+        Args:
+            num_tokens: that the source has read there; None to copy all columns.
+        """
+        for mine, theirs in zip(self._fixed, source._fixed, strict=True):
+            mine[:, row].copy_(theirs[:, source_row])
+        for mine, theirs in zip(self._columns, source._columns, strict=True):
+            mine[:, row, :, :num_tokens].copy_(theirs[:, source_row, :, :num_tokens])
+        self.lengths[row].copy_(source.lengths[source_row])
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of all rows, in use or not."""
+        return sum(x.nbytes for x in (*self._fixed, *self._columns))
+
+
+def _stacks(
+    shapes: Sequence[torch.Size], like: Sequence[Tensor], batch_size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Stacks (L, B, ...) of zeros, and the part (B, ...) of each tensor in them."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, (shape, x) in enumerate(zip(shapes, like, strict=True)):
+        groups.setdefault((shape, x.dtype, x.device), []).append(index)
+    stacks, parts = [], [torch.empty(0)] * len(like)
+    for found in groups.values():
+        stack = like[found[0]].new_zeros(len(found), batch_size, *shapes[found[0]])
+        stacks.append(stack)
+        for index, part in zip(found, stack, strict=True):
+            parts[index] = part
+    return stacks, parts
+
+
+def _by_layer(layers: Sequence[int], parts: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys and values, which follow each other in `parts`, by number of the layer."""
+    return dict(zip(layers, zip(parts[::2], parts[1::2], strict=True), strict=True))

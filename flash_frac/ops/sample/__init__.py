@@ -1,0 +1,1 @@
+"""The next token of each sequence, chosen by settings of its own."""

@@ -1,0 +1,170 @@
+"""The engine: whatever fails ends alone, or ends everything and says so."""
+
+import pytest
+import torch
+
+from flash_frac.inference import Engine, EngineStopped, Request
+from tests.inference.engines import expected, make, random_requests
+
+GOOD = Request(prompt=[5, 6, 7], max_new_tokens=8)
+
+
+@pytest.fixture
+def model():
+    return make(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "prompt must be ids of tokens, at least one, got none"),
+        ({"prompt": [5, 6.5]}, r"prompt must be ids of tokens, at least one, got \(5, 6.5\)"),
+        ({"prompt": "text"}, "prompt must be ids of tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"logprobs": -1}, "logprobs must be None or at least 0, got -1"),
+        ({"stop": "text"}, r"stop must be a list of texts, got 'text'; use \['text'\]"),
+    ],
+)
+def test_requests_that_mean_nothing(options, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**{"prompt": [5], "max_new_tokens": 3} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": [5, 61]}, r"prompt must have ids in \[0, 61\), the vocabulary, got 5 to 61"),
+        ({"prompt": [-1]}, r"prompt must have ids in \[0, 61\), the vocabulary, got -1 to -1"),
+        (
+            {"prompt": [5] * 30},
+            r"prompt \(30 tokens\) and max_new_tokens \(3\) must be at most 32 together",
+        ),
+        ({"stop": ["text"]}, "stop needs a tokenizer"),
+        ({"boundaries": [2]}, r"boundaries must be between 0 and the prompt's length \(1\)"),
+        ({"seed": 2**63}, "seed must be an integer of 64 bits"),
+    ],
+)
+def test_requests_that_never_fit(model, options, message):
+    """They are refused at once, and others go on."""
+    engine = Engine(model, slots=2, max_length=32)
+    engine.submit(GOOD)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(Request(**{"prompt": [5], "max_new_tokens": 3} | options))
+    tokens = [token for update in engine.run_until_idle() for token in update.tokens]
+    assert tokens == expected(model, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"piece": 0}, "piece must be at least 1, got 0"),
+        ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
+        ({"max_length": 1}, "max_length must be None or at least 2, got 1"),
+    ],
+)
+def test_engines_that_make_no_sense(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(model, **options)
+    with pytest.raises(ValueError, match="model must be in eval mode"):
+        Engine(model.train())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [None, "all", "transformer"])
+def test_logits_that_are_no_numbers(kind, late):
+    """One token breaks the model; who reads it ends alone, and leaves nothing behind."""
+    model = make(kind)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[60] = torch.nan
+    # Untied, or all logits would be broken.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(0.1))
+    requests = random_requests(12, seed=1)
+    bad = [Request(prompt=[*x.prompt[:3], 60, 5], max_new_tokens=9) for x in requests]
+    good = [Request(prompt=[min(n, 59) for n in x.prompt], max_new_tokens=9) for x in requests]
+    engine = Engine(model, slots=3, max_length=64, piece=16, late=late)
+    found = {}
+    for pair in zip(good, bad, strict=True):
+        for request in pair:
+            engine.submit(request)
+    for update in engine.run_until_idle():
+        found.setdefault(update.id, []).append(update)
+    for n, request in enumerate(good):
+        tokens = [token for update in found[2 * n] for token in update.tokens]
+        if 60 not in tokens:
+            assert tokens == expected(model, request)
+    for n, request in enumerate(bad):
+        (update,) = found[2 * n + 1]
+        assert update.finished == "error" and not update.tokens
+        length = len(request.prompt)
+        assert update.error == f"the logits after {length} tokens are no numbers (NaN or infinite)"
+    assert engine.failed is None and engine.stats().running == 0
+
+
+def test_a_callback_that_fails(model):
+    """Its request is cancelled; others go on."""
+    engine, updates = Engine(model, slots=2), []
+
+    def fail(update):
+        raise RuntimeError("no reader")
+
+    engine.submit(Request(prompt=[5], max_new_tokens=10**6), fail)
+    engine.submit(GOOD, updates.append)
+    engine.run_until_idle()
+    assert [token for x in updates for token in x.tokens] == expected(model, GOOD)
+    assert engine.stats().finished == {"stop": 0, "length": 1, "cancelled": 1, "error": 0}
+
+
+def test_a_tokenizer_that_fails(model):
+    class Broken:
+        def decode(self, ids):
+            raise KeyError("no such token")
+
+    engine = Engine(model, slots=2, tokenizer=Broken())
+    engine.submit(Request(prompt=[5], max_new_tokens=9, stop=["x"]))
+    engine.submit(GOOD)
+    updates = engine.run_until_idle()
+    assert [x.error for x in updates if x.id == 0] == ["KeyError: 'no such token'"]
+    assert [token for x in updates for token in x.tokens] == expected(model, GOOD)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_step_that_fails(model, threaded):
+    """All requests end with the error, and the engine says so from then on."""
+    engine, updates = Engine(model, slots=1), []
+    calls = iter(range(100))
+
+    def fail(*_):
+        if next(calls) == 3:
+            raise MemoryError("no room")
+
+    model.model.norm.register_forward_pre_hook(fail)
+    for _ in range(3):
+        engine.submit(GOOD, updates.append)
+    if threaded:
+        engine.start()
+        engine._thread.join(30)
+        engine.stop()
+    else:
+        with pytest.raises(MemoryError):
+            engine.run_until_idle()
+    ends = [x for x in updates if x.finished]
+    assert len(ends) == 3 and isinstance(engine.failed, MemoryError)
+    assert all(x.error == "the engine has failed: MemoryError: no room" for x in ends)
+    for call in (engine.step, engine.start, lambda: engine.submit(GOOD)):
+        with pytest.raises(EngineStopped, match="the engine has failed: MemoryError: no room"):
+            call()
+    engine.stop()
+
+
+def test_a_stream_of_an_engine_that_fails(model):
+    """It ends with the error, and never hangs."""
+    engine = Engine(model, slots=1)
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    model.model.norm.register_forward_pre_hook(fail)
+    with engine:
+        updates = list(engine.stream(GOOD))
+    assert [x.finished for x in updates] == ["error"]
