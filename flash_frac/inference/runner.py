@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.prefixes import PrefixStates
-from flash_frac.inference.scheduling import Job, Piece, next_piece, rounded_length
+from flash_frac.inference.scheduling import Job, Piece, next_piece, rounded_length, rounded_rows
 from flash_frac.inference.slots import Slots, floats, pinned, upload
 from flash_frac.inference.state import empty_cache
 from flash_frac.models import FracForCausalLM
@@ -134,11 +134,18 @@ class Runner:
         if num == self._staging.num_rows or self.num_running + num == len(self.rows):
             return False
         piece = self._next_piece()
-        return piece is None or (len(piece.jobs) == num and (num + 1) * piece.length <= self._piece)
+        if piece is None:
+            return True
+        rows = rounded_rows(num) if self._records else num
+        return len(piece.jobs) == rows and (num + 1) * piece.length <= self._piece
+
+    @property
+    def _records(self) -> bool:
+        """Whether the model is recorded, so that pieces should have few shapes."""
+        return self._recorder.bindings is not None
 
     def _next_piece(self) -> Piece | None:
-        records = self._recorder.bindings is not None
-        return next_piece(self.reading, self._piece, self._room, rounds=records)
+        return next_piece(self.reading, self._piece, self._room, rounds=self._records)
 
     def look(self) -> None:
         """Look whether the model has changed since it was recorded."""
@@ -148,7 +155,7 @@ class Runner:
         """Record steps of all numbers of rows, and pieces of all shapes; nothing may be running."""
         assert not self.has_work
         self.look()
-        if self._recorder.bindings is None:
+        if not self._records:
             return
         # Each is run as written, recorded and replayed, on rows that nobody uses.
         for num in sorted({self._fewest_rows(n) for n in range(1, len(self.rows) + 1)}):
@@ -250,7 +257,7 @@ class Runner:
         """Read ids (B, T), and a mask if there is one, after `counts` tokens, by a graph or not."""
         num, length = inputs[0].shape
         device = self._staging.device
-        if self._recorder.bindings is None or not _is_recorded(length, self._piece):
+        if not self._records or not _is_recorded(length, self._piece):
             ids, *masks = inputs
             # A mask stays on the host, where one can look at it without a wait.
             masks = [pinned(mask, device) for mask in masks]

@@ -200,6 +200,11 @@ def rounded_length(num_tokens: int) -> int:
     return -(-num_tokens // unit) * unit
 
 
+def rounded_rows(num: int) -> int:
+    """The largest power of two that is not more."""
+    return 1 << (num.bit_length() - 1)
+
+
 def next_piece(
     jobs: Iterable[Job], most: int, room: int | None, *, rounds: bool = False
 ) -> Piece | None:
@@ -233,5 +238,5 @@ def next_piece(
             break
     if not chosen:
         return None
-    num = 1 << (len(chosen).bit_length() - 1) if rounds else len(chosen)
+    num = rounded_rows(len(chosen)) if rounds else len(chosen)
     return Piece(chosen[:num], counts[:num], length_of(num))

@@ -17,13 +17,13 @@ def make(kind):
     return make_model(torch.float32) if kind is None else make_kind(kind, torch.float32)
 
 
-def random_requests(num, *, seed=0, longest=40, **options):
+def random_requests(num, *, seed=0, longest=40, most_new=20, **options):
     """Prompts of random tokens and lengths, with random numbers of new tokens."""
     rng = random.Random(seed)
     return [
         Request(
             prompt=[rng.randrange(3, 61) for _ in range(rng.randint(1, longest))],
-            max_new_tokens=rng.randint(1, 20),
+            max_new_tokens=rng.randint(1, most_new),
             **options,
         )
         for _ in range(num)

@@ -64,6 +64,23 @@ def test_recorded_steps(kind, device, recorded):
     assert_recorded_once(engine, recorded)
 
 
+def test_short_prompts_are_read_side_by_side(device):
+    """Eight at once; the rows of others that are read are not touched."""
+    model = make("all").to(device)
+    engine = Engine(model, slots=16, max_length=256, piece=256)
+    requests = [Request(prompt=[n + 5] * 9, max_new_tokens=5) for n in range(13)]
+    for request in requests:
+        engine.submit(request)
+    updates, read = [], []
+    while engine._has_work():
+        before = engine.stats().prompt_tokens
+        updates += engine.step()
+        read.append(engine.stats().prompt_tokens - before)
+    assert [n // 9 for n in read if n] == [8, 4, 1]
+    found = answers(updates)
+    assert [found[n] for n in range(13)] == [expected(model, x) for x in requests]
+
+
 def test_warm_up(device, recorded):
     """All graphs are there before the first request, which they do not disturb."""
     model = make("all").to(device)

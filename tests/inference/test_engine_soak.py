@@ -26,7 +26,7 @@ class Clients:
 
     def __init__(self, model, engine):
         self.engine, self.rng = engine, random.Random(0)
-        self.pool = random_requests(40, longest=30)
+        self.pool = random_requests(40, longest=30, most_new=10)
         self.right = [expected(model, request) for request in self.pool]
         # Written by one thread each: the engine's, and that of the clients.
         self.wrong, self.checked, self.left = [], 0, 0

@@ -24,6 +24,7 @@ from flash_frac.ops import (
     frac_step,
     gated_norm,
     norm,
+    sample,
     swiglu,
 )
 from flash_frac.ops.attention.triton import attend_step
@@ -35,6 +36,7 @@ from flash_frac.ops.decode.triton import (
     fused_norm_swiglu,
 )
 from flash_frac.ops.delta.triton import fused_delta_step
+from flash_frac.ops.sample.reference import WIDTH
 from flash_frac.ops.testing import random_inputs
 from tests.errors import with_gradients
 from tests.kernels.devices import DEVICE
@@ -85,6 +87,8 @@ def run_all():
         fused_norm_swiglu(gate[:, 0], matrix, matrix, weight, 1e-6)
         keys = normal(B, H, 5, D)
         attend_step(u, keys, keys, torch.tensor([2], device=DEVICE), 1.0)
+        table = torch.zeros(B, WIDTH, dtype=torch.int32, device=DEVICE)
+        sample(gate[:, 0], table, torch.zeros_like(gate[:, 0], dtype=torch.bool), "triton")
     run_delta(scan)
 
 
