@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.scheduling import Job, next_piece
-from flash_frac.inference.slots import Slots, floats, upload
+from flash_frac.inference.slots import Slots, floats, pinned, upload
 from flash_frac.inference.state import empty_cache
 from flash_frac.models import FracForCausalLM
 
@@ -216,14 +216,15 @@ class Runner:
         """Read as many tokens of each job's prompt, side by side; shorter ones behind padding."""
         longest = max(num for _, num in piece)
         ids = torch.zeros(len(piece), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
         for row, (job, num) in enumerate(piece):
             begin, left = job.num_read, longest - num
             ids[row, left:] = torch.from_numpy(job.prompt[begin : begin + num])
-            mask[row, left:] = 1
+            mask[row, left:] = True
         padded = min(num for _, num in piece) < longest
         counts = [job.num_read for job, _ in piece]
-        self._staging.read(upload(ids, self._staging.device), mask if padded else None, counts)
+        device = self._staging.device
+        self._staging.read(upload(ids, device), pinned(mask, device) if padded else None, counts)
         for job, num in piece:
             job.num_read += num
             self.num_read += num

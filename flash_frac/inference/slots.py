@@ -123,10 +123,15 @@ class Slots:
         return torch.stack([tokens.int(), values.view(torch.int32)])
 
 
+def pinned(values: Any, device: torch.device) -> Tensor:
+    """Whole numbers in memory from which they go to a device without a wait."""
+    x = torch.as_tensor(values)
+    return x.pin_memory() if device.type == "cuda" else x
+
+
 def upload(values: Any, device: torch.device) -> Tensor:
     """Whole numbers as a tensor on a device, without a wait for it."""
-    x = torch.as_tensor(values)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    return pinned(values, device).to(device, non_blocking=True)
 
 
 def floats(bits: Tensor) -> list[Any]:

@@ -190,6 +190,12 @@ def _triton_swiglu(*arguments: Any) -> Tensor:
     return triton_swiglu(*arguments)
 
 
+def _triton_sample(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.sample.triton import triton_sample
+
+    return triton_sample(*arguments)
+
+
 def _liger_loss(*arguments: Any) -> Tensor:
     from flash_frac.ops.loss import liger_loss
 
@@ -209,6 +215,7 @@ BACKENDS: dict[str, Backend] = {
         gated_norm=_triton_gated_norm,
         swiglu=_triton_swiglu,
         loss=_liger_loss,
+        sample=_triton_sample,
         limits={
             "delta": _delta_limit,
             "delta_step": _delta_limit,

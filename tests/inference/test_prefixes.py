@@ -271,6 +271,34 @@ def test_larger_than_a_level(tmp_path):
     assert (stats.refused, stats.dropped, stats.snapshots) == (0, 0, 4)
     assert large.longest([*ids, 1]).num_tokens == 40
     assert make_prefixes(model, tmp_path, (0, 0, 0)).put(ids, cache, 0) is False
+    # Two levels that are each too small for it, and hold something smaller.
+    model = make_model()
+    cache = make_cache(model)
+    size = sum(x[0].nbytes for x in fixed_tensors(cache).values())
+    prefixes = make_prefixes(model, tmp_path, (size, size, 0))
+    pretend(cache, 0, [3])
+    assert prefixes.put([3], cache, 0)
+    pretend(cache, 0, [4])
+    assert not prefixes.put([4], cache, 0, logits=torch.zeros(61))
+    assert prefixes.stats().refused == 1 and prefixes.longest([3, 1]) is not None
+
+
+def test_what_is_used_does_not_make_room_for_itself(tmp_path):
+    """A state comes back to the device while its keys and values are the oldest there."""
+    model = make_kind("attention")
+    cache, short, long = make_cache(model), [3], list(range(4, 33))
+    state = sum(x[0].nbytes for x in fixed_tensors(cache).values())
+    token = sum(x[0, :, :1].nbytes for x in growing_tensors(cache).values())
+    prefixes = make_prefixes(model, tmp_path, (state + 30 * token, state, 0))
+    for ids in (short, long):
+        pretend(cache, 0, ids)
+        assert prefixes.put(ids, cache, 0)
+    node = prefixes._root.children[3]
+    assert (node.state.level, node.segment.level) == (HOST, DEVICE)
+    assert prefixes.longest([3, 1]) is not None
+    assert (node.state.level, node.segment.level) == (DEVICE, DEVICE)
+    assert prefixes.stats().dropped == 0
+    assert_sound(prefixes)
 
 
 def test_keys_and_values_are_held_once():

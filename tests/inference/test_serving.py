@@ -215,7 +215,8 @@ def metric(url, name):
 
 def test_the_client_of_the_document(url, checkpoint):
     """docs/serving.md, as a reader would type it: OpenAI's client, token by token."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/serving.md").read_text()
+    (block,) = re.findall(r"```python\n(from openai.*?)```", page, re.DOTALL)
     block = block.replace("http://localhost:8000", url).replace("my-frac", str(checkpoint))
     names: dict = {}
     exec(compile(block, "docs/serving.md", "exec"), names)

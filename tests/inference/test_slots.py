@@ -13,7 +13,7 @@ from flash_frac.inference.sampling import (
     choose,
     choose_each,
 )
-from flash_frac.ops.sample.reference import lowest_kept
+from flash_frac.ops.sample.reference import fields, lowest_kept
 
 VOCABULARY = 60
 
@@ -63,7 +63,7 @@ def test_keeps_what_adjust_keeps(seed):
     slots = settings_of(*given)
     penalties = [SamplingSettings(repetition_penalty=x.repetition_penalty) for x in given]
     penalised = adjust_each(logits, penalties, seen)
-    kept = (penalised >= lowest_kept(penalised, slots)) & (penalised > -torch.inf)
+    kept = (penalised >= lowest_kept(penalised, fields(slots.table))) & (penalised > -torch.inf)
     expected = adjust_each(logits, given, seen) > -torch.inf
     assert torch.equal(kept, expected)
     tokens, _ = choose_each(logits, slots, seen=seen)

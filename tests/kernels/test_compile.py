@@ -35,6 +35,8 @@ from flash_frac.ops.norm.triton import (
     norm_backward_op,
     norm_op,
 )
+from flash_frac.ops.sample.reference import WIDTH
+from flash_frac.ops.sample.triton import sample_op
 from flash_frac.ops.scan import tuning
 from flash_frac.ops.scan.plan import forget_plans
 from flash_frac.ops.scan.step import step_op
@@ -167,11 +169,17 @@ def attend(dtype, *, heads=H, key_heads=4, columns=4096, channels=128):
     attend_step_op.kernel(empty(2, heads, channels, dtype=dtype), keys, keys, positions, 0.1)
 
 
+def sample(dtype, *, vocabulary=50_280):
+    seen = torch.zeros(2, vocabulary, dtype=torch.bool)
+    table = torch.zeros(2, WIDTH, dtype=torch.int32)
+    sample_op.kernel(empty(2, vocabulary, dtype=dtype), table, seen)
+
+
 # As in training and decoding with the published models; then what that leaves out: packed
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
 USUAL |= {"swiglu": swiglu, "decode": decode, "delta": delta, "delta decode": delta_decode}
-USUAL |= {"attend": attend}
+USUAL |= {"attend": attend, "sample": sample}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -184,6 +192,7 @@ OTHER = {
     "delta": lambda dtype: delta(dtype, packed=True, keys=128, channels=256),
     "delta decode": lambda dtype: delta_decode(dtype, keys=128, channels=256),
     "attend": lambda dtype: attend(dtype, heads=3, key_heads=3, columns=7, channels=200),
+    "sample": lambda dtype: sample(dtype, vocabulary=33),
 }
 
 

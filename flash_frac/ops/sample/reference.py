@@ -55,7 +55,8 @@ def torch_sample(logits: Tensor, table: Tensor, seen: Tensor) -> tuple[Tensor, T
     settings = fields(table)
     logits = logits.float()
     scores = _penalise(logits, settings.repetition_penalty[:, None], seen)
-    top, tokens = scores.amax(-1, keepdim=True), scores.argmax(-1)
+    tokens = scores.argmax(-1)
+    top = scores.gather(1, tokens[:, None])
     draws = settings.temperature > 0
     if _may_hold(draws):
         kept = scores >= lowest_kept(scores, settings)
@@ -76,6 +77,8 @@ def _may_hold(condition: Tensor) -> bool:
 
 
 def _penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
+    if not _may_hold(penalty != 1):
+        return logits
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen & (penalty != 1), lowered, logits)
 

@@ -1,0 +1,87 @@
+"""The engine from graphs: one for each number of rows, whatever the requests."""
+
+import weakref
+
+import pytest
+import torch
+
+from flash_frac.inference import Engine, PrefixStates, Request, SamplingSettings, graphs
+from flash_frac.inference.graphs import Graph
+from tests.inference.engines import answers, expected, make, random_requests, run_at_random
+from tests.inference.tape import Tape
+
+DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [None, "delta", "all", "transformer"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        monkeypatch.setattr(graphs, "Graph", Tape)
+        monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    return request.param
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Graphs that were made since, by weak references."""
+    made, make_one = [], Graph.__init__
+
+    def counted(graph, *arguments, **options):
+        make_one(graph, *arguments, **options)
+        made.append(weakref.ref(graph))
+
+    monkeypatch.setattr(Graph, "__init__", counted)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps(kind, device, recorded):
+    """Tokens of `generate`, with neighbours that sample, ask for logprobs and share beginnings."""
+    model = make(kind).to(device)
+    prefixes = PrefixStates(device_bytes=2**24, spacing=9)
+    engine = Engine(model, slots=6, max_length=64, piece=16, late=True, prefixes=prefixes)
+    plain = random_requests(16)
+    sampling = SamplingSettings(temperature=0.8, top_p=0.9, repetition_penalty=1.3)
+    others = random_requests(16, seed=1, sampling=sampling, logprobs=2, eos_token_ids=(7, 8, 9))
+    mixed = [x for pair in zip(plain, others, strict=True) for x in pair]
+    for _ in range(2):
+        found = run_at_random(engine, mixed)
+        assert found[::2] == [expected(model, request) for request in plain]
+    # 1, 2, 4 and 6 rows.
+    assert len(recorded) == 4
+
+
+def test_warm_up(device, recorded):
+    """All graphs are there before the first request, which they do not disturb."""
+    model = make("all").to(device)
+    engine = Engine(model, slots=6, max_length=64, piece=16)
+    engine.warm_up()
+    assert len(recorded) == 4
+    requests = random_requests(12)
+    assert run_at_random(engine, requests) == [expected(model, x) for x in requests]
+    assert len(recorded) == 4
+
+
+@torch.no_grad()
+def test_a_model_that_changes(device, recorded):
+    """It is recorded again when the engine has had nothing to do."""
+    model = make(None).to(device)
+    engine = Engine(model, slots=2)
+    request = Request(prompt=[5, 6, 7], max_new_tokens=9)
+    for _ in range(2):
+        engine.submit(request)
+        (tokens,) = answers(engine.run_until_idle()).values()
+        assert tokens == expected(model, request)
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.flip(0))
+    assert len(recorded) == 2
+
+
+def test_nothing_outlives_the_engine(device, recorded):
+    model = make("all").to(device)
+    engine = Engine(model, slots=2, max_length=64)
+    with engine:
+        list(engine.stream(Request(prompt=[5], max_new_tokens=9)))
+    found = [weakref.ref(engine), *recorded]
+    del engine
+    assert all(x() is None for x in found) and len(found) == 3
