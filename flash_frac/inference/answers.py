@@ -1,6 +1,6 @@
 """Between the engine's thread and the event loop of a server: answers as they come.
 
-The engine never waits for the loop. It leaves its updates in a list, and wakes the loop up if that
+The engine never waits for the loop. It leaves its updates in a queue, and wakes the loop up if that
 is not awake; the loop takes all of them at once. What came for a client since its last event goes
 out as one event, so that a loop that falls behind sends fewer and longer ones. The loop also leaves
 time for the engine, with which it shares Python's lock: it looks for updates the less often the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,8 @@ class Answers:
 
     def __init__(self, engine: Any, metrics: Metrics) -> None:
         self.engine, self.metrics = engine, metrics
-        self._updates: list[tuple[Answer, Update]] = []
+        # One thread appends and the other takes from the left, which needs no lock.
+        self._updates: deque[tuple[Answer, Update]] = deque()
         self._num_open, self._next_look = 0, 0.0
         self._awake = False
 
@@ -117,12 +119,13 @@ class Answers:
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
         # In this order: what comes from now on wakes the loop again.
         self._awake = False
-        updates, self._updates = self._updates, []
         self._next_look = loop.time() + self._num_open * SECONDS_PER_EVENT / LOOP_SHARE
         now = time.monotonic()
-        for answer, update in updates:
-            if update.tokens:
-                self.metrics.tokens(answer, len(update.tokens), now)
+        while self._updates:
+            answer, update = self._updates.popleft()
+            # Once for what came together.
+            if update.tokens and answer.last != now:
+                self.metrics.tokens(answer, now)
             answer.add(update)
 
 

@@ -53,8 +53,8 @@ class Metrics:
         )
         self.refused = 0
 
-    def tokens(self, answer: Any, number: int, now: float) -> None:
-        """Tokens of an answer have come."""
+    def tokens(self, answer: Any, now: float) -> None:
+        """One or more tokens of an answer have come."""
         known = self.between if answer.num_tokens else self.first
         known.add(now - answer.last)
         answer.last = now
