@@ -213,14 +213,58 @@ def _say(text: str) -> None:
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve(context: typer.Context, checkpoint: Checkpoint, tokenizer: TokenizerName = None) -> None:
-    """Answer OpenAI's API over HTTP: frac serve CHECKPOINT [--any_option_of_transformers_serve].
+def serve(
+    context: typer.Context,
+    checkpoint: Checkpoint,
+    tokenizer: TokenizerName = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto: a GPU if any.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the weights; auto: the checkpoint's.")] = "auto",
+    slots: Annotated[int, typer.Option(help="Requests answered at once.")] = 64,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and answer at most; attention layers need memory."),
+    ] = None,
+    piece: Annotated[int, typer.Option(help="Tokens of prompts read between two steps.")] = 2048,
+    max_waiting: Annotated[int, typer.Option(help="Requests in the queue; then 429.")] = 1024,
+    prefix_device_gib: Annotated[float, typer.Option(help="Prefix states on the device.")] = 1.0,
+    prefix_host_gib: Annotated[float, typer.Option(help="Prefix states in host memory.")] = 0.0,
+    prefix_disk_gib: Annotated[float, typer.Option(help="Prefix states on disk.")] = 0.0,
+    prefix_folder: Annotated[Path | None, typer.Option(help="Where those on disk are.")] = None,
+    prefix_spacing: Annotated[int, typer.Option(help="Tokens between prefix states.")] = 512,
+    cors: Annotated[bool, typer.Option("--cors", help="Let pages of other sites ask.")] = False,
+    log_level: Annotated[str, typer.Option(help="Of the HTTP server.")] = "info",
+    sequential: Annotated[
+        bool,
+        typer.Option("--sequential", help="Use transformers' server; takes all its options."),
+    ] = False,
+) -> None:
+    """Answer OpenAI's API over HTTP, many requests at once: frac serve CHECKPOINT."""
+    own = ("checkpoint", "tokenizer", "sequential")
+    given: dict[str, Any] = {n: value for n, value in context.params.items() if n not in own}
+    if sequential:
+        from flash_frac.inference.sequential import options_for, serve_sequentially
 
-    Such as --host, --port, --device, --dtype; `transformers serve --help` has them all.
-    """
+        typed = {n: value for n, value in given.items() if _is_typed(context, n)}
+        options = [*options_for(typed), *context.args]
+        serve_sequentially(checkpoint, options, tokenizer=_tokenizer(tokenizer))
+        return
+    if context.args:
+        raise ValueError(
+            f"frac serve has no option {context.args[0]}; with --sequential it takes those of "
+            "transformers serve"
+        )
+    from flash_frac.inference.serving import ServerOptions
     from flash_frac.inference.serving import serve as run
 
-    run(checkpoint, context.args, tokenizer=_tokenizer(tokenizer))
+    run(checkpoint, ServerOptions(**given), tokenizer=_tokenizer(tokenizer))
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 @app.command()

@@ -125,6 +125,7 @@ def append_rows(rows: Iterable[Mapping], path: Path, columns: Sequence[str] = CO
     """Add rows to a file, which is made if missing; columns that a row lacks stay empty."""
     check_header(path, columns)
     new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         if new:

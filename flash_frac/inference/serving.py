@@ -1,146 +1,151 @@
-"""OpenAI's API over HTTP: the server is `transformers serve`, for one Frac model.
-
-Two of its parts are replaced. Models are loaded by `flash_frac.models.loading`, which refuses
-broken checkpoints. Requests are checked: a client's mistake is answered with a status of 4xx and
-{"error": {"message": ..., "type": "invalid_request_error", "code": 4xx}}.
-"""
+"""OpenAI's API over HTTP for one Frac model: many clients at once on one engine."""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import typer
+import torch
 
 from flash_frac.extras import require
-from flash_frac.inference.requests import INPUTS, request_problem
-from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, load_model, one_line
+from flash_frac.inference.engine import Engine
+from flash_frac.inference.generation_settings import settings_of
+from flash_frac.inference.prefixes import PrefixStates
+from flash_frac.inference.prompts import DEFAULT_NEW_TOKENS, Defaults
+from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
-# What the server's handlers are for.
-_KINDS = {
-    "ChatCompletionHandler": "chat",
-    "CompletionHandler": "completion",
-    "ResponseHandler": "response",
-    "TranscriptionHandler": "transcription",
-}
+GIB = 2**30
+_BUDGETS = ("prefix_device_gib", "prefix_host_gib", "prefix_disk_gib")
+# The engine's thread waits this long at most for Python's lock while the event loop is busy; by
+# default 5 ms, which is as long as a step.
+SWITCH_SECONDS = 1e-4
 
 
-def serve(checkpoint: str, options: Sequence[str] = (), *, tokenizer: Any = None) -> None:
-    """Answer requests until it is interrupted.
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server runs; docs/serving.md says what each costs.
+
+    Attributes:
+        host, port: where it listens.
+        device: auto, cpu, cuda or cuda:1; auto takes a GPU if there is one.
+        dtype: of the weights, auto for that of the checkpoint.
+        slots, max_length, piece, max_waiting: as in `Engine`.
+        prefix_device_gib, prefix_host_gib, prefix_disk_gib: budgets of prefix states, as in
+            `PrefixStates`; without any budget there are none.
+        prefix_folder: for those on disk, which the next server finds there.
+        prefix_spacing: tokens between those of a prompt.
+        cors: whether pages of other sites may ask.
+        log_level: of the HTTP server.
+
+    Example: `ServerOptions(port=9000, slots=256)`
+    """
+
+    host: str = "localhost"
+    port: int = 8000
+    device: str = "auto"
+    dtype: str = "auto"
+    slots: int = 64
+    max_length: int | None = None
+    piece: int = 2048
+    max_waiting: int = 1024
+    prefix_device_gib: float = 1.0
+    prefix_host_gib: float = 0.0
+    prefix_disk_gib: float = 0.0
+    prefix_folder: Path | None = None
+    prefix_spacing: int = 512
+    cors: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype must be auto or a dtype of torch, got {self.dtype!r}")
+        for name in _BUDGETS:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+
+def serve(checkpoint: str, options: ServerOptions | None = None, *, tokenizer: Any = None) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; those under way are answered before it ends.
 
     Args:
-        checkpoint: folder or hub id of a model; the only one that is served.
-        options: any of `transformers serve`, such as ["--port", "9000"].
+        checkpoint: folder or hub id of a model, NAME@REVISION for one of its revisions.
         tokenizer: instead of the checkpoint's own.
 
-    Example: `serve("my-frac", ["--host", "0.0.0.0"])`
+    Example: `serve("my-frac", ServerOptions(host="0.0.0.0", slots=256))`
     """
-    if any(option == "--continuous-batching" for option in options):
-        raise ValueError(
-            "--continuous-batching pages keys and values, which Frac layers do not have; leave it "
-            "out: requests are answered one after another"
-        )
-    for module in ("fastapi", "uvicorn", "openai"):
+    for module in ("starlette", "uvicorn"):
         require(module, "serve", "frac serve")
-    from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager, server
+    import uvicorn
+
+    options = ServerOptions() if options is None else options
+    app = make_app(checkpoint, options, tokenizer=tokenizer)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # uvicorn raises a signal again once it has ended because of it; the default would then make the
+    # process end as if it had been killed.
+    signal.signal(signal.SIGTERM, lambda *unused: None)
+    config = uvicorn.Config(
+        app, host=options.host, port=options.port, log_level=options.log_level.lower()
+    )
+    uvicorn.Server(config).run()
+
+
+def make_app(checkpoint: str, options: ServerOptions, *, tokenizer: Any = None) -> Any:
+    """The application of a server, with its engine started.
+
+    Example: `make_app("my-frac", ServerOptions(device="cpu"))`
+    """
+    from flash_frac.inference.app import Service, build_app
 
     name, _, revision = checkpoint.partition("@")
     found = find_checkpoint(name, revision=revision or None)
     if tokenizer is None:
         tokenizer = find_tokenizer(found)
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(Serve)
-    manager = _manager_of(model_manager.ModelManager, found, tokenizer)
-    with (
-        # Serve imports both when it is called.
-        patch.object(model_manager, "ModelManager", manager),
-        patch.object(server, "build_server", _checked(server.build_server, tokenizer)),
-    ):
-        command([checkpoint, *options], prog_name="frac serve", standalone_mode=False)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
+    model = load_model(found, dtype=dtype).to(device).eval()
+    engine = make_engine(model, tokenizer, options)
+    settings = settings_of(model.generation_config)
+    defaults = Defaults(
+        sampling=settings.sampling,
+        eos_token_ids=settings.eos_token_ids,
+        max_new_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS,
+        max_length=engine.max_length,
+    )
+    service = Service(checkpoint, engine, tokenizer, defaults, created=int(time.time()))
+    engine.start()
+
+    def end() -> None:
+        engine.stop()
+        if engine.prefixes is not None and options.prefix_folder is not None:
+            engine.prefixes.save()
+
+    return build_app(service, cors=options.cors, on_end=end)
 
 
-def _manager_of(base: type[Any], found: Found, tokenizer: Any) -> type[Any]:
-    """The server's class that holds models, for one checkpoint."""
-    from fastapi import HTTPException
-
-    started = int(time.time())
-
-    class Manager(base):
-        def _load_processor(self, *unused: Any, **options: Any) -> Any:
-            return tokenizer
-
-        def _load_model(self, *unused: Any, **options: Any) -> Any:
-            quantization = self.get_quantization_config()
-            return load_model(
-                found,
-                dtype=self.dtype,
-                device_map=self.device,
-                attn_implementation=self.attn_implementation,
-                trust_remote_code=self.trust_remote_code,
-                **({} if quantization is None else {"quantization_config": quantization}),
-            )
-
-        def load_model_streaming(self, model: str, *unused: Any, **options: Any) -> Any:
-            """Another model is refused before the answer begins."""
-            if model != self.process_model_name(self.force_model):
-                raise HTTPException(400, f"this server has the model {self.force_model} only")
-            return super().load_model_streaming(model, *unused, **options)
-
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            """The model that is served, whatever the hub's cache holds."""
-            return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
-
-    return Manager
-
-
-def _checked(build_server: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
-    """`build_server` with checks around its handlers, and errors as JSON."""
-    from fastapi import HTTPException
-    from fastapi.exceptions import RequestValidationError
-    from starlette.exceptions import HTTPException as StarletteException
-
-    def guard(kind: str, handle: Callable[..., Any]) -> Callable[..., Any]:
-        async def checked(body: Any, *rest: Any) -> Any:
-            if kind == "transcription":
-                raise HTTPException(404, "this server has no model of speech")
-            if kind in INPUTS and (problem := request_problem(kind, body, tokenizer)):
-                raise HTTPException(400, problem)
-            try:
-                return await handle(body, *rest)
-            except Exception as error:
-                # A wrong value is the caller's, and what a template refuses are the messages.
-                theirs = isinstance(error, ValueError) or "jinja2" in type(error).__module__
-                if not theirs:
-                    raise
-                raise HTTPException(400, one_line(error)) from error
-
-        return checked
-
-    def build(*given: Any, **named: Any) -> Any:
-        for part in (*given, *named.values()):
-            if hasattr(part, "handle_request"):
-                kind = _KINDS.get(type(part).__name__, "")
-                part.handle_request = guard(kind, part.handle_request)
-        app = build_server(*given, **named)
-        for kind in (StarletteException, RequestValidationError, Exception):
-            app.add_exception_handler(kind, _answer)
-        return app
-
-    return build
-
-
-async def _answer(request: Any, error: Any) -> Any:
-    """An error as OpenAI's clients expect it. The server logs those that are not the client's."""
-    from fastapi.responses import JSONResponse
-
-    if hasattr(error, "errors"):
-        parts = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
-        status, message = 422, "; ".join(parts)
-    else:
-        status = getattr(error, "status_code", 500)
-        message = one_line(getattr(error, "detail", None) or f"{type(error).__name__}: {error}")
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+def make_engine(model: Any, tokenizer: Any, options: ServerOptions) -> Engine:
+    """The engine of a server, not started yet."""
+    device_bytes, host_bytes, disk_bytes = (int(GIB * getattr(options, x)) for x in _BUDGETS)
+    prefixes = None
+    if device_bytes or host_bytes or disk_bytes:
+        prefixes = PrefixStates(
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            folder=options.prefix_folder,
+            spacing=options.prefix_spacing,
+        )
+    return Engine(
+        model,
+        slots=options.slots,
+        max_length=options.max_length,
+        piece=options.piece,
+        max_waiting=options.max_waiting,
+        tokenizer=tokenizer,
+        prefixes=prefixes,
+    )

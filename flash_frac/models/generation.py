@@ -1,4 +1,8 @@
-"""What `generate` asks of a Frac model: a cache, and masks for it."""
+"""What `generate` and `generate_batch` ask of a Frac model: a cache, masks for it, and an engine.
+
+The engine stands above the models. transformers asks the model for it, so that it is imported here,
+but not before it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +51,31 @@ class FracGenerationMixin(GenerationMixin):
         model_kwargs["past_key_values"] = self._new_cache(
             wanted, max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
         )
+
+    def init_continuous_batching(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """A manager of many requests at once, with the methods of transformers' own.
+
+        Args:
+            generation_config: how tokens are chosen; by default that of the model.
+            continuous_batching_config: transformers' own; its options of pages must not be set.
+            workload_hints: how many requests come, and how long they are.
+
+        Example: `manager = model.init_continuous_batching(); manager.start()`
+        """
+        from flash_frac.inference.batching import make_manager
+
+        return make_manager(self, generation_config, continuous_batching_config, workload_hints)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """End the manager that was kept for another session, if there is one."""
+        kept = self.__dict__.pop("_cached_continuous_batching_manager", None)
+        if kept is not None:
+            kept.destroy()
 
     def _new_cache(self, implementation: str | None, max_length: int) -> Cache:
         for word, done in (("offload", "stays on its device"), ("quantized", "is not quantised")):

@@ -1,6 +1,7 @@
 """Servers on loopback: what a client gets is what `model.generate` gives.
 
-`frac serve` for a Frac and a hybrid model; `transformers serve` for a model that was exported.
+`frac serve` for a Frac and a hybrid model, and with --sequential; `transformers serve`, with its
+continuous batching on our engine, for a model that was exported.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -22,13 +24,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from flash_frac.inference.serving import serve
+from flash_frac.inference.sequential import options_for, serve_sequentially
+from flash_frac.inference.serving import ServerOptions, make_app, serve
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.export import export
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
+TRANSFORMERS = "from transformers.cli.transformers import main; main()"
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -48,9 +52,9 @@ def letters_tokenizer():
     )
 
 
-@pytest.fixture(scope="module", params=["frac", "hybrid", "exported"])
+@pytest.fixture(scope="module", params=["frac", "hybrid", "sequential", "exported"])
 def checkpoint(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served")
+    folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     config = tiny_config(
         vocab_size=99,
@@ -68,8 +72,8 @@ def checkpoint(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(checkpoint, tmp_path_factory):
-    """The address of a server that runs until the last test is done."""
+def server(checkpoint, tmp_path_factory):
+    """The process of a server that runs until the last test is done, and its address."""
     for module in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(module, reason="pip install 'flash-frac[serve]'")
     with socket.socket() as free:
@@ -79,12 +83,14 @@ def url(checkpoint, tmp_path_factory):
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     command = [sys.executable, "-m", "flash_frac.cli", "serve"]
     if checkpoint.name == "copy":
-        command = [str(Path(sys.executable).with_name("transformers")), "serve"]
-        options.append("--trust-remote-code")
+        command = [sys.executable, "-c", TRANSFORMERS, "serve"]
+        options += ["--trust-remote-code", "--continuous-batching"]
+    elif "sequential" in str(checkpoint):
+        options.append("--sequential")
     # Code of checkpoints is copied there.
     home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
     with log.open("w") as file:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             [*command, str(checkpoint), *options],
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -93,14 +99,24 @@ def url(checkpoint, tmp_path_factory):
         )
     address = f"http://127.0.0.1:{port}"
     try:
-        wait_for(address, server, log)
-        yield address
+        wait_for(address, process, log)
+        yield process, address
     finally:
-        server.terminate()
+        process.terminate()
         try:
-            server.wait(20)
+            process.wait(20)
         except subprocess.TimeoutExpired:
-            server.kill()
+            process.kill()
+
+
+@pytest.fixture
+def url(server):
+    return server[1]
+
+
+def is_ours(checkpoint):
+    """Whether our own server answers."""
+    return checkpoint.name != "copy" and "sequential" not in str(checkpoint)
 
 
 def wait_for(address, server, log):
@@ -174,44 +190,187 @@ def test_responses(url, checkpoint):
     assert text == expected(checkpoint, HELLO, 20)
 
 
+def test_a_client_that_leaves_frees_its_slot(url, checkpoint):
+    if not is_ours(checkpoint):
+        pytest.skip("transformers' server has no metrics")
+    host, port = url.removeprefix("http://").split(":")
+    for stream in (True, False):
+        body = json.dumps({"prompt": "Once", "max_tokens": 3000, "stream": stream}).encode()
+        with socket.create_connection((host, int(port))) as gone:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            gone.sendall(head.encode() + body)
+            until(lambda: metric(url, "frac_requests_running") == 1)
+        until(lambda: metric(url, "frac_requests_running") == 0)
+    assert metric(url, 'frac_requests_total{reason="cancelled"}') == 2
+
+
+def metric(url, name):
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name} "))
+    return float(line.split()[-1])
+
+
 def test_the_client_of_the_document(url, checkpoint):
     """docs/serving.md, as a reader would type it: OpenAI's client, token by token."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/serving.md").read_text()
+    (block,) = re.findall(r"```python\n(from openai.*?)```", page, re.DOTALL)
     block = block.replace("http://localhost:8000", url).replace("my-frac", str(checkpoint))
     names: dict = {}
     exec(compile(block, "docs/serving.md", "exec"), names)
     assert names["answer"] == expected(checkpoint, HELLO, 20)
 
 
+def test_sigterm_lets_requests_end(server, checkpoint):
+    """The last test of a server."""
+    if not is_ours(checkpoint):
+        pytest.skip("transformers' server ends otherwise")
+    process, url = server
+    with ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "Once", "max_tokens": 400}
+        answers = [pool.submit(post, f"{url}/v1/completions", body) for _ in range(2)]
+        until(lambda: metric(url, "frac_requests_running") == 2)
+        process.terminate()
+        lengths = [answer.result(SECONDS)["usage"]["completion_tokens"] for answer in answers]
+    assert lengths == [400, 400] and process.wait(SECONDS) == 0
+    with pytest.raises(urllib.error.URLError):
+        post(f"{url}/v1/completions", body)
+
+
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    """A client of the server's application, without a server; one with a chat template, one not."""
+def asked(tmp_path_factory):
+    """A model and its tokenizer, with which the application of a server is made."""
     for module in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(module, reason="pip install 'flash-frac[serve]'")
-    from fastapi.testclient import TestClient
+    folder = tmp_path_factory.mktemp("asked")
+    torch.manual_seed(2)
+    config = tiny_config(vocab_size=99, initializer_range=0.6, eos_token_id=None)
+    FracForCausalLM(config).save_pretrained(folder)
+    letters_tokenizer().save_pretrained(folder)
+    return folder
 
-    folder, clients = tmp_path_factory.mktemp("asked"), {}
-    FracForCausalLM(tiny_config(vocab_size=99, eos_token_id=None)).save_pretrained(folder)
+
+def client_of(app):
+    from starlette.testclient import TestClient
+
+    return TestClient(app, raise_server_exceptions=False)
+
+
+OPTIONS = ServerOptions(device="cpu", slots=4, max_waiting=4)
+
+
+@pytest.fixture(scope="module")
+def client(asked):
+    """A client of the server's application, without a server."""
+    with client_of(make_app(str(asked), OPTIONS)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain_client(asked):
+    """The same, without a chat template."""
     tokenizer = letters_tokenizer()
-    for kind in ("chat", "plain"):
-        if kind == "plain":
-            tokenizer.chat_template = None
-        tokenizer.save_pretrained(folder)
-        (folder / "chat_template.jinja").unlink() if kind == "plain" else None
-        with mock.patch("uvicorn.Server.run", autospec=True) as run:
-            serve(str(folder), ["--device", "cpu"])
-        app = run.call_args.args[0].config.app
-        clients[kind] = TestClient(app, raise_server_exceptions=False)
-    return clients
+    tokenizer.chat_template = None
+    with client_of(make_app(str(asked), OPTIONS, tokenizer=tokenizer)) as found:
+        yield found
 
 
-def test_the_model_is_listed(client):
-    answer = client["chat"].get("/v1/models")
-    (model,) = answer.json()["data"]
-    assert answer.status_code == 200 and model["object"] == "model" and "asked" in model["id"]
+@pytest.fixture(scope="module")
+def sequential_client(asked):
+    with mock.patch("uvicorn.Server.run", autospec=True) as run:
+        serve_sequentially(str(asked), ["--device", "cpu"])
+    return client_of(run.call_args.args[0].config.app)
 
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+def test_the_model_is_listed(client, sequential_client):
+    for known in (client, sequential_client):
+        answer = known.get("/v1/models")
+        (model,) = answer.json()["data"]
+        assert answer.status_code == 200 and model["object"] == "model" and "asked" in model["id"]
+
+
+def test_answers_are_what_openai_describes(client, asked):
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+    from openai.types.responses import Response
+
+    given = {"temperature": 0, "max_tokens": 8}
+    chat = client.post(CHAT, json={"messages": HELLO, "logprobs": True, "top_logprobs": 2} | given)
+    found = ChatCompletion.model_validate(chat.json(), strict=True)
+    assert found.choices[0].message.content == expected(asked, HELLO, 8)
+    assert (found.choices[0].finish_reason, found.usage.completion_tokens) == ("length", 8)
+    for token in found.choices[0].logprobs.content:
+        # The likeliest token is the one that was taken; both numbers are float32.
+        first, second = token.top_logprobs
+        assert (first.token, first.logprob) == (token.token, pytest.approx(token.logprob, 1e-5))
+        assert first.logprob >= second.logprob
+    text = client.post(TEXT, json={"prompt": "Once", "logprobs": 0} | given)
+    found = Completion.model_validate(text.json())
+    assert found.choices[0].text == expected(asked, "Once", 8)
+    assert "".join(found.choices[0].logprobs.tokens) == found.choices[0].text
+    body = {"input": "Hello", "max_output_tokens": 8, "temperature": 0}
+    found = Response.model_validate(client.post(RESPONSE, json=body).json())
+    assert found.output_text == expected(asked, HELLO, 8)
+    assert found.incomplete_details.reason == "max_output_tokens"
+
+
+def events(answer):
+    lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_streams_have_the_text_and_the_usage(client, asked):
+    body = {"max_tokens": 8, "temperature": 0, "stream": True}
+    usage = {"stream_options": {"include_usage": True}}
+    *parts, end, last = events(client.post(CHAT, json=body | usage | {"messages": HELLO}))
+    text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
+    assert text == expected(asked, HELLO, 8) and last["usage"]["completion_tokens"] == 8
+    assert end["choices"][0]["finish_reason"] == "length"
+    parts = events(client.post(TEXT, json=body | {"prompt": "Once"}))
+    text = "".join(part["choices"][0]["text"] for part in parts)
+    assert text == expected(asked, "Once", 8)
+    body = {"input": "Hello", "max_output_tokens": 8, "temperature": 0, "stream": True}
+    parts = events(client.post(RESPONSE, json=body))
+    assert [part["sequence_number"] for part in parts] == list(range(len(parts)))
+    text = "".join(part["delta"] for part in parts if part["type"].endswith("text.delta"))
+    assert (
+        text
+        == expected(asked, HELLO, 8)
+        == parts[-1]["response"]["output"][0]["content"][0]["text"]
+    )
+
+
+def test_stop_texts_end_an_answer_and_are_not_in_it(client, asked):
+    whole = expected(asked, "Once", 20)
+    stop = whole[6:8]
+    for stream in (False, True):
+        body = {"prompt": "Once", "max_tokens": 20, "temperature": 0, "stop": [stop, "never"]}
+        answer = client.post(TEXT, json=body | {"stream": stream})
+        parts = events(answer) if stream else [answer.json()]
+        assert "".join(part["choices"][0]["text"] for part in parts) == whole[: whole.find(stop)]
+        assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_settings_reach_the_engine(client):
+    def ask(**settings):
+        body = {"prompt": "Once upon a time", "max_tokens": 12, **settings}
+        return client.post(TEXT, json=body).json()["choices"][0]["text"]
+
+    hot = {"temperature": 1.5, "seed": 3}
+    assert ask(**hot) == ask(**hot) != ask(**hot | {"seed": 4})
+    greedy = ask(temperature=0)
+    assert ask(**hot, top_k=1) == ask(**hot, top_p=1e-6) == ask(**hot, min_p=0.999) == greedy
+    assert ask(temperature=0, repetition_penalty=5.0) != greedy
+    assert ask(generation_config=json.dumps({"max_new_tokens": 3}), max_tokens=None) == greedy[:3]
+    ids = letters_tokenizer()("Once upon a time").input_ids
+    assert ask(prompt=ids, temperature=0) == greedy
+
+
 MISTAKES = [
     (CHAT, {}, "the field messages is missing"),
     (CHAT, {"messages": []}, "messages must be a list with at least one message"),
@@ -231,59 +390,178 @@ MISTAKES = [
     (CHAT, {"messages": HELLO, "generation_config": "{"}, "generation_config must be"),
     (CHAT, {"messages": HELLO, "generation_config": '{"max_new_tokens": -3}'}, "max_new_tokens"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "chat_template_kwargs must be"),
-    (CHAT, {"messages": HELLO, "model": "other"}, "pinned"),
-    (CHAT, {"messages": HELLO, "unheard_of": 1}, "Unexpected fields"),
     (TEXT, {}, "the field prompt is missing"),
     (TEXT, {"prompt": ""}, "prompt must be a text that is not empty"),
     (TEXT, {"prompt": ["a"]}, "prompt must be a text that is not empty"),
     (RESPONSE, {}, "the field input is missing"),
     (RESPONSE, {"input": 5}, "input must be a text or a list of messages"),
     (RESPONSE, {"input": [{"role": "user"}]}, "input[0].content must be a text"),
+    ("/nowhere", {}, "Not Found"),
+]
+OF_THE_ENGINE = [
+    (CHAT, {"messages": HELLO, "model": "other"}, "only, got 'other'"),
+    (CHAT, {"messages": HELLO, "unheard_of": 1}, "unexpected field"),
+    (CHAT, {"messages": HELLO, "n": 2}, "n cannot be honoured by this server except as 1"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias cannot be honoured"),
+    (CHAT, {"messages": HELLO, "frequency_penalty": 0.5}, "repetition_penalty is honoured"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": HELLO, "generation_config": '{"num_beams": 3}'}, "num_beams=3"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 99, "logprobs": True}, "top_logprobs must be"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text"),
+    (TEXT, {"prompt": [5, 99]}, "prompt must have ids in [0, 99)"),
+    (TEXT, {"prompt": "Once", "echo": True}, "echo cannot be honoured"),
+    (RESPONSE, {"input": "Hello", "background": True}, "background cannot be honoured"),
+]
+OF_TRANSFORMERS = [
+    (CHAT, {"messages": HELLO, "model": "other"}, "pinned"),
+    (CHAT, {"messages": HELLO, "unheard_of": 1}, "Unexpected fields"),
     ("/v1/audio/transcriptions", {}, "no model of speech"),
     ("/load_model", {"model": "some/other"}, "only"),
-    ("/nowhere", {}, "Not Found"),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "message"), MISTAKES, ids=str)
-def test_a_mistake_of_the_client_is_named(client, path, body, message):
-    answer = client["chat"].post(path, json=body)
+def check_mistake(client, path, body, message):
+    answer = client.post(path, json=body)
     assert 400 <= answer.status_code < 500, answer.text
     error = answer.json()["error"]
     assert message in error["message"]
     assert (error["type"], error["code"]) == ("invalid_request_error", answer.status_code)
 
 
-def test_a_body_that_is_no_json(client):
-    answer = client["chat"].post(CHAT, content=b"{", headers={"Content-Type": "application/json"})
-    assert answer.status_code == 422 and "JSON" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(("path", "body", "message"), MISTAKES + OF_THE_ENGINE, ids=str)
+def test_a_mistake_of_the_client_is_named(client, path, body, message):
+    check_mistake(client, path, body, message)
 
 
-def test_chat_without_a_template(client):
+@pytest.mark.parametrize(("path", "body", "message"), MISTAKES + OF_TRANSFORMERS, ids=str)
+def test_a_mistake_is_named_by_the_sequential_server(sequential_client, path, body, message):
+    check_mistake(sequential_client, path, body, message)
+
+
+def test_a_body_that_is_no_json(client, sequential_client):
+    for known in (client, sequential_client):
+        answer = known.post(CHAT, content=b"{", headers={"Content-Type": "application/json"})
+        assert answer.status_code in (400, 422) and "JSON" in answer.json()["error"]["message"]
+    answer = client.post(CHAT, content=b"[]")
+    assert "must be an object" in answer.json()["error"]["message"]
+
+
+def test_chat_without_a_template(plain_client):
     for path, body in ((CHAT, {"messages": HELLO}), (RESPONSE, {"input": "Hello"})):
-        answer = client["plain"].post(path, json=body)
+        answer = plain_client.post(path, json=body)
         assert answer.status_code == 400
         assert "has no chat template" in answer.json()["error"]["message"]
-    answer = client["plain"].post(TEXT, json={"prompt": "Once", "max_tokens": 3})
+    answer = plain_client.post(TEXT, json={"prompt": "Once", "max_tokens": 3})
     assert answer.status_code == 200 and len(answer.json()["choices"][0]["text"]) == 3
 
 
-def test_an_error_of_the_server_is_json_too(client):
+def test_an_error_of_the_sequential_server_is_json_too(sequential_client):
     with mock.patch.object(FracForCausalLM, "generate", side_effect=RuntimeError("out of luck")):
-        answer = client["plain"].post(TEXT, json={"prompt": "Once", "max_tokens": 3})
+        answer = sequential_client.post(TEXT, json={"prompt": "Once", "max_tokens": 3})
     error = {"message": "RuntimeError: out of luck", "type": "server_error", "code": 500}
     assert (answer.status_code, answer.json()) == (500, {"error": error})
 
 
-def test_continuous_batching_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="--continuous-batching pages keys and values"):
-        serve(str(checkpoint), ["--continuous-batching"])
+def numbers(client):
+    lines = client.get("/metrics").text.splitlines()
+    return {name: float(x) for name, x in (s.rsplit(" ", 1) for s in lines if s[0] != "#")}
 
 
-def test_the_extra_is_named(checkpoint, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    with pytest.raises(ImportError, match=r"frac serve needs fastapi: .*flash-frac\[serve\]"):
-        serve(str(checkpoint))
+def test_metrics(asked):
+    with client_of(make_app(str(asked), OPTIONS)) as client:
+        before = numbers(client)
+        body = {"messages": [*HELLO, *HELLO], "max_tokens": 5, "temperature": 0}
+        for _ in range(2):
+            assert client.post(CHAT, json=body).status_code == 200
+        after = numbers(client)
+    assert before["frac_generated_tokens_total"] == 0 and before["frac_slots"] == 4
+    assert after["frac_generated_tokens_total"] == 10
+    assert after['frac_requests_total{reason="length"}'] == 2
+    assert after["frac_time_to_first_token_seconds_count"] == 2
+    assert after["frac_requests_running"] == 0 and after["frac_slot_bytes"] > 0
+    assert after["frac_prefix_hits_total"] == 1 and after["frac_prefix_tokens_reused_total"] > 0
+
+
+def test_prefix_states_outlast_a_server(asked, tmp_path):
+    body = {"messages": [*HELLO, *HELLO], "max_tokens": 5, "temperature": 0}
+    options = replace(OPTIONS, prefix_disk_gib=0.01, prefix_folder=tmp_path)
+    answers = []
+    for hits in range(2):
+        with client_of(make_app(str(asked), options)) as client:
+            answers.append(client.post(CHAT, json=body).json()["choices"][0]["message"])
+            assert numbers(client)["frac_prefix_hits_total"] == hits
+    assert answers[0] == answers[1]
+
+
+def test_chats_share_the_states_of_their_messages(asked):
+    """Ends of messages are boundaries, whatever the spacing."""
+    system = {"role": "system", "content": "Be brief."}
+    with client_of(make_app(str(asked), replace(OPTIONS, prefix_spacing=1000))) as client:
+        for question in ("Who?", "Where?"):
+            body = {"messages": [system, {"role": "user", "content": question}], "max_tokens": 2}
+            assert client.post(CHAT, json=body).status_code == 200
+        found = numbers(client)
+    begun = letters_tokenizer().apply_chat_template([system], tokenize=False)
+    assert found["frac_prefix_tokens_reused_total"] == len(begun) == len("system: Be brief.\n")
+
+
+def test_a_full_queue_is_429(asked):
+    options = ServerOptions(device="cpu", slots=1, max_waiting=1)
+    with client_of(make_app(str(asked), options)) as client, ThreadPoolExecutor(8) as pool:
+        body = {"prompt": "Once", "max_tokens": 400, "temperature": 0}
+        answers = list(pool.map(lambda _: client.post(TEXT, json=body), range(8)))
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert 0 < len(refused) == numbers(client)["frac_requests_refused_total"] < 8
+    assert {answer.status_code for answer in answers} == {200, 429}
+    error = refused[0].json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", 429)
+    assert "waiting" in error["message"] and refused[0].headers["retry-after"]
+
+
+def test_the_death_of_the_worker_is_told_to_all(asked):
+    app = make_app(str(asked), OPTIONS)
+    with client_of(app) as client, ThreadPoolExecutor(4) as pool:
+        engine = app.state.service.engine
+        assert client.get("/health").json() == {"status": "ok"}
+        long = {"prompt": "Once", "max_tokens": 100_000, "temperature": 0}
+        waiting = [pool.submit(client.post, TEXT, json=long | {"stream": n > 2}) for n in range(4)]
+        until(lambda: engine.stats().running == 4)
+        with mock.patch.object(engine.model, "forward", side_effect=RuntimeError("out of luck")):
+            answers = [found.result(timeout=SECONDS) for found in waiting]
+        for answer in answers[:3]:
+            assert answer.status_code == 503 and "out of luck" in answer.json()["error"]["message"]
+        assert "out of luck" in events(answers[3])[-1]["error"]["message"]
+        health = client.get("/health")
+        assert health.status_code == 503 and "out of luck" in health.json()["reason"]
+        assert client.post(TEXT, json={"prompt": "Once"}).status_code == 503
+
+
+def until(holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def test_an_unknown_option_is_refused(asked):
+    from typer.testing import CliRunner
+
+    from flash_frac.cli import app
+
+    result = CliRunner().invoke(app, ["serve", str(asked), "--quantization", "bnb-4bit"])
+    assert "no option --quantization; with --sequential" in str(result.exception)
+    with pytest.raises(ValueError, match="leave out --slots"):
+        options_for({"port": 1, "slots": 3})
+    with pytest.raises(ValueError, match="exclude each other"):
+        serve_sequentially(str(asked), ["--continuous-batching"])
+    with pytest.raises(ValueError, match=r"dtype must be auto or a dtype of torch, got 'half4'"):
+        ServerOptions(dtype="half4")
+
+
+def test_the_extra_is_named(asked, monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(ImportError, match=r"frac serve needs starlette: .*flash-frac\[serve\]"):
+        serve(str(asked))
 
 
 def test_exporting_names_what_is_wrong(tmp_path):

@@ -1,0 +1,242 @@
+"""The server as an ASGI application: OpenAI's endpoints, /health and /metrics, over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from flash_frac.inference.answers import Answer, Answers
+from flash_frac.inference.bodies import BODIES, Token, Usage, error_fields, event
+from flash_frac.inference.metrics import Metrics
+from flash_frac.inference.prompts import Defaults, make_request, read_prompt
+from flash_frac.inference.requests import request_problem, unanswerable
+from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request
+from flash_frac.inference.shown_text import ShownText
+from flash_frac.models.loading import one_line
+
+PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/responses": "response",
+}
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass
+class Service:
+    """One model and what answers for it.
+
+    Attributes:
+        name: of the model, as clients call it.
+        engine: an Engine that was started.
+        defaults: what holds where a client says nothing.
+        template_options: for the chat template, unless a request has its own.
+    """
+
+    name: str
+    engine: Any
+    tokenizer: Any
+    defaults: Defaults
+    created: int = 0
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics()
+        self.answers = Answers(self.engine, self.metrics)
+
+
+def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None]) -> Starlette:
+    """The application.
+
+    Args:
+        cors: whether pages of other sites may ask.
+        on_end: called when the last request has been answered and the server ends.
+
+    Example: `uvicorn.run(build_app(service, on_end=engine.stop))`
+    """
+
+    async def health(_: HttpRequest) -> Response:
+        failed = service.engine.failed
+        if failed is None:
+            return JSONResponse({"status": "ok"})
+        reason = one_line(f"{type(failed).__name__}: {failed}")
+        return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
+
+    async def models(_: HttpRequest) -> Response:
+        model = {"id": service.name, "object": "model", "created": service.created}
+        return JSONResponse({"object": "list", "data": [model | {"owned_by": "flash-frac"}]})
+
+    async def metrics(_: HttpRequest) -> Response:
+        return PlainTextResponse(service.metrics.text(service.engine))
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(on_end)
+
+    routes = [
+        Route(path, _handler(service, kind), methods=["POST"]) for path, kind in PATHS.items()
+    ]
+    routes += [
+        Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/v1/models", models, methods=["GET", "OPTIONS"]),
+    ]
+    everyone = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
+    app = Starlette(
+        routes=routes,
+        middleware=[everyone] if cors else [],
+        exception_handlers={HTTPException: _refuse, Exception: _refuse},
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+async def _refuse(_: HttpRequest, error: Any) -> Response:
+    """An error as OpenAI's clients expect it."""
+    status = getattr(error, "status_code", 500)
+    message = getattr(error, "detail", None) or f"{type(error).__name__}: {error}"
+    later = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(error_fields(one_line(message), status), status, later)
+
+
+def _handler(service: Service, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def handle(http: HttpRequest) -> Response:
+        body = await _read_body(http)
+        problem = request_problem(kind, body, service.tokenizer) or unanswerable(kind, body)
+        if problem is None and body.get("model") not in (None, service.name):
+            problem = f"this server has the model {service.name} only, got {body['model']!r}"
+        if problem is not None:
+            raise HTTPException(400, problem)
+        request = await asyncio.to_thread(_translate, service, kind, body)
+        options = body.get("stream_options") or {}
+        name = http.headers.get("x-request-id") or uuid.uuid4().hex
+        written = BODIES[kind](name, service.name, with_usage=bool(options.get("include_usage")))
+        return _Reply(service, request, written, streams=bool(body.get("stream")))
+
+    return handle
+
+
+async def _read_body(http: HttpRequest) -> dict[str, Any]:
+    try:
+        body = json.loads(await http.body())
+    except ValueError as error:
+        raise HTTPException(400, f"the body must be JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise HTTPException(400, f"the body must be an object of JSON, got {type(body).__name__}")
+    return body
+
+
+def _translate(service: Service, kind: str, body: dict[str, Any]) -> Request:
+    """The engine's request. A prompt may be long, so that this runs beside the event loop."""
+    try:
+        prompt = read_prompt(kind, body, service.tokenizer, service.template_options)
+        return make_request(body, prompt, service.defaults)
+    except Exception as error:
+        # A wrong value is the caller's, and what a template refuses are the messages.
+        if not isinstance(error, ValueError) and "jinja2" not in type(error).__module__:
+            raise
+        raise HTTPException(400, one_line(error)) from error
+
+
+class _Reply(Response):
+    """The answer to one request, in one piece or as events.
+
+    It speaks ASGI itself, for the sake of speed and to learn when a client goes.
+    """
+
+    def __init__(self, service: Service, request: Request, body: Any, *, streams: bool) -> None:
+        self.service, self.request, self.body_of, self.streams = service, request, body, streams
+        self.shown = ShownText(service.tokenizer, request.stop)
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        service = self.service
+        try:
+            asked = service.answers.ask(self.request)
+            async with asked as answer:
+                gone = asyncio.ensure_future(_wait_until_gone(receive))
+                gone.add_done_callback(answer.leave)
+                try:
+                    await (self._stream if self.streams else self._whole)(answer, send)
+                finally:
+                    gone.cancel()
+        except QueueFull as error:
+            service.metrics.refused += 1
+            raise HTTPException(429, str(error)) from error
+        except EngineStopped as error:
+            raise HTTPException(503, str(error)) from error
+        except ValueError as error:
+            raise HTTPException(400, one_line(error)) from error
+
+    async def _whole(self, answer: Answer, send: Any) -> None:
+        await answer.wait_for_end()
+        if answer.finished == "gone":
+            return
+        status = 500 if self.service.engine.failed is None else 503
+        fields = error_fields(answer.error or "", status)
+        if answer.error is None:
+            status, taken = 200, answer.take()
+            text = self.shown.add(taken[0]) + self.shown.end()
+            tokens = self._logprobs(*taken)
+            fields = self.body_of.whole(text, *self._end(answer), tokens)
+        data = json.dumps(fields).encode()
+        headers = [(b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(data)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": data})
+
+    async def _stream(self, answer: Answer, send: Any) -> None:
+        async def write(text: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        if opening := self.body_of.opening():
+            await write(opening)
+        while answer.finished is None:
+            await answer.wait()
+            taken = answer.take()
+            text = self.shown.add(taken[0])
+            if text or (taken[1] and taken[0]):
+                await write(self.body_of.piece(text, self._logprobs(*taken)))
+        if answer.finished == "gone":
+            return
+        if answer.error is not None:
+            await write(event(error_fields(answer.error, 500)), more=False)
+            return
+        rest = self.shown.end()
+        last = self.body_of.piece(rest, None) if rest else ""
+        await write(last + self.body_of.closing(*self._end(answer)), more=False)
+
+    def _end(self, answer: Answer) -> tuple[str, Usage]:
+        usage = Usage(len(self.request.prompt), answer.num_tokens)
+        return "length" if answer.finished == "length" else "stop", usage
+
+    def _logprobs(self, ids: list[int], values: list[float], top: list[Any]) -> list[Token] | None:
+        """Each token as text with its logprob and the likeliest others, if they were asked for."""
+        if self.request.logprobs is None:
+            return None
+        decode = self.service.tokenizer.decode
+        return [
+            Token(decode([id]), value, [(decode([other]), x) for other, x in others])
+            for id, value, others in zip(ids, values, top, strict=True)
+        ]
+
+
+async def _wait_until_gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,107 @@
+"""What transformers' configurations ask for, in the engine's words; the rest is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers import GenerationConfig
+
+from flash_frac.inference.sampling import SamplingSettings
+
+# Fields of a GenerationConfig that the engine honours, and others that change no token here.
+_HONOURED = {
+    *("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "stop_strings"),
+    *("repetition_penalty", "eos_token_id", "num_return_sequences"),
+}
+_WITHOUT_EFFECT = {
+    *("pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config"),
+    *("disable_compile", "continuous_batching_config", "max_length", "renormalize_logits"),
+    *("return_dict_in_generate", "prefill_chunk_size"),
+    # Of assistants, which a call brings if there is one.
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
+}
+# Values of others that ask for nothing, beside None and False.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p", "length_penalty"), 1),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), 1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "min_length"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    "min_new_tokens": 0,
+}
+# Fields of a ContinuousBatchingConfig that the engine honours, or whose every value it fulfils.
+_BATCHING_HONOURED = {
+    *("max_batch_tokens", "max_requests_per_batch", "max_queue_size", "return_logprobs", "seed"),
+    *("allow_block_sharing", "auto_switch_to_flash", "per_request_processors"),
+    *("drop_unsupported_processors", "disable_nccl_graph_mixing", "cpu_group_timeout"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a GenerationConfig asks for, in the engine's words."""
+
+    sampling: SamplingSettings
+    max_new_tokens: int | None
+    eos_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    num_answers: int
+
+
+def settings_of(config: GenerationConfig) -> Settings:
+    """Translate a GenerationConfig; ValueError names fields that the engine cannot honour.
+
+    Example: `settings_of(GenerationConfig(do_sample=True, top_p=0.9)).sampling.top_p == 0.9`
+    """
+    named = ((name, value) for name, value in vars(config).items() if not name.startswith("_"))
+    asked = {name: value for name, value in named if value is not None and value is not False}
+    others = set(asked) - _HONOURED - _WITHOUT_EFFECT
+    refused = sorted(name for name in others if asked[name] != _NEUTRAL.get(name))
+    if refused:
+        raise ValueError(
+            f"generation_config must ask for nothing but {', '.join(sorted(_HONOURED))}, got "
+            f"{', '.join(f'{name}={asked[name]!r}' for name in refused)}; use model.generate"
+        )
+    names = ("top_k", "top_p", "min_p") if asked.get("do_sample") else ()
+    settings = {name: asked[name] for name in (*names, "repetition_penalty") if name in asked}
+    if asked.get("do_sample"):
+        settings["temperature"] = asked.get("temperature", 1.0)
+    stop = asked.get("stop_strings", ())
+    return Settings(
+        sampling=SamplingSettings(**settings),
+        max_new_tokens=asked.get("max_new_tokens"),
+        eos_token_ids=end_tokens(config.eos_token_id),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        num_answers=asked.get("num_return_sequences", 1),
+    )
+
+
+def end_tokens(given: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Tokens that end an answer; negative ones are transformers' way to say none."""
+    known = () if given is None else (given,) if isinstance(given, int) else tuple(given)
+    return tuple(n for n in known if n >= 0)
+
+
+def check_batching(config: Any) -> None:
+    """ValueError that names options of a ContinuousBatchingConfig that the engine does not have.
+
+    Example: `check_batching(ContinuousBatchingConfig(max_queue_size=8))`
+    """
+    if config is None:
+        return
+    usual = type(config)()
+    refused = [
+        option.name
+        for option in fields(config)
+        if option.name not in _BATCHING_HONOURED
+        and getattr(config, option.name) != getattr(usual, option.name)
+    ]
+    if refused:
+        raise ValueError(
+            f"continuous_batching_config must leave {', '.join(refused)} as it is: our engine has "
+            "no pages, compiled code or offloading to set; it has max_requests_per_batch (slots), "
+            "max_batch_tokens (tokens of prompts between two steps) and max_queue_size"
+        )

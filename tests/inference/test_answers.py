@@ -1,0 +1,104 @@
+"""Between the engine's thread and an event loop: nothing is lost, and events are few."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from flash_frac.inference import answers as module
+from flash_frac.inference.answers import Answers
+from flash_frac.inference.metrics import Metrics
+from flash_frac.inference.scheduling import Request, Update
+
+REQUEST = Request(prompt=[1], max_new_tokens=2000)
+
+
+class FakeEngine:
+    """Gives every request its tokens from a thread, as fast as it can."""
+
+    def __init__(self, num_tokens):
+        self.num_tokens, self.asked, self.cancelled = num_tokens, [], []
+
+    def submit(self, request, on_update):
+        self.asked.append(on_update)
+        return len(self.asked) - 1
+
+    def cancel(self, id):
+        self.cancelled.append(id)
+
+    def run(self):
+        for n in range(self.num_tokens):
+            finished = "length" if n == self.num_tokens - 1 else None
+            for id, on_update in enumerate(self.asked):
+                on_update(Update(id, (n,), finished=finished))
+
+
+async def read(answers, barrier):
+    """All tokens of an answer, and how often some came."""
+    async with answers.ask(REQUEST) as answer:
+        barrier.release()
+        found, times = [], 0
+        while answer.finished is None:
+            await answer.wait()
+            found += answer.take()[0]
+            times += 1
+    return found, times
+
+
+@pytest.mark.parametrize("clients", [1, 40])
+def test_nothing_is_lost_and_a_loop_that_is_late_takes_more_at_once(clients):
+    engine, metrics = FakeEngine(2000), Metrics()
+
+    async def main():
+        answers, ready = Answers(engine, metrics), threading.Semaphore(0)
+        tasks = [asyncio.create_task(read(answers, ready)) for _ in range(clients)]
+        while len(engine.asked) < clients:
+            await asyncio.sleep(0)
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        results = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        thread.join()
+        return results
+
+    results = asyncio.run(main())
+    for found, times in results:
+        assert found == list(range(2000)) and times < 2000
+    assert engine.cancelled == []
+    # Tokens that are taken together count once, as do events.
+    assert sum(metrics.first.counts) == clients
+    assert sum(metrics.between.counts) >= sum(times for _, times in results) - clients
+    assert sum(metrics.between.counts) < 1999 * clients
+
+
+def test_the_loop_looks_less_often_for_many_clients(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_PER_EVENT", 0.05)
+    engine = FakeEngine(1)
+
+    async def main():
+        answers = Answers(engine, Metrics())
+        async with answers.ask(REQUEST) as answer:
+            times = []
+            for n in range(3):
+                engine.asked[0](Update(0, (n,)))
+                await answer.wait()
+                times.append(time.monotonic())
+            return times
+
+    first, second, third = asyncio.run(main())
+    # One client, of whose events the loop may have half the time.
+    assert second - first > 0.09 and third - second > 0.09
+
+
+def test_leaving_early_cancels():
+    engine = FakeEngine(1)
+
+    async def main():
+        answers = Answers(engine, Metrics())
+        async with answers.ask(REQUEST) as answer:
+            answer.leave()
+            await answer.wait_for_end()
+            assert answer.finished == "gone"
+
+    asyncio.run(main())
+    assert engine.cancelled == [0]
