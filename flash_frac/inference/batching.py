@@ -138,7 +138,7 @@ class EngineManager:
         return min(SLOTS, expected or SLOTS)
 
     @property
-    def fatal_error(self) -> Exception | None:
+    def fatal_error(self) -> BaseException | None:
         """The error after which the engine answers no more; None so far."""
         return self.engine.failed
 
