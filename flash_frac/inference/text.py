@@ -187,15 +187,6 @@ class StopStrings:
         """Watch new sequences."""
         self._tails, self._ends = [TextTail()] * batch_size, [""] * batch_size
 
-    def begin(self, token: Tensor) -> Tensor:
-        """Watch new sequences, from their first tokens (B, 1) on."""
-        self.watch(token.shape[0])
-        return self.add(token)
-
-    def add(self, token: Tensor) -> Tensor:
-        """Which sequences (B,) have one of the texts at their end, now that these tokens came."""
-        return torch.tensor([self.ends(row, new) for row, new in enumerate(token[:, 0].tolist())])
-
     def ends(self, row: int, token: int) -> bool:
         """Whether a sequence has one of the texts at its end, now that this token came."""
         piece, self._tails[row] = self._tails[row].take(token, self._decode)
