@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_frac.inference.graphs import Recorder
-from flash_frac.inference.sampling import GREEDY, SamplingSettings, seeds_of_rows
+from flash_frac.inference.sampling import GREEDY, SamplingSettings, no_numbers
 from flash_frac.inference.slots import LONGEST_RECORDED, Sent, Slots
 from flash_frac.inference.state import check_model, empty_cache, num_real, pieces
 from flash_frac.inference.text import StopStrings
@@ -209,8 +209,7 @@ class Generator:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         slots = self._read(ids, mask, max_new_tokens)
-        num = slots.num_rows
-        slots.settings.set_rows(range(num), [sampling] * num, seeds_of_rows(seed, num))
+        slots.settings.set_all(sampling, seed)
         if sampling.repetition_penalty != 1:
             slots.mark_seen(ids, mask)
         return slots
@@ -276,10 +275,7 @@ class _Ends:
             assert self._filler is not None
             return self._filler
         if token < 0:
-            raise RuntimeError(
-                f"the logits of sequence {row} are no numbers (NaN or infinite); look at the "
-                "model's weights, or give it another dtype"
-            )
+            raise no_numbers(row)
         if token == self._eos or (self._stop is not None and self._stop.ends(row, token)):
             self.ended[row] = True
         return token

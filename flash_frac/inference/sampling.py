@@ -186,6 +186,14 @@ class SlotSettings:
         given = given.to(self.table.device, non_blocking=True)
         self.table.index_copy_(0, given.view(torch.int64)[:, 0], given[:, 2:])
 
+    def set_all(self, settings: SamplingSettings, seed: int | None) -> None:
+        """`set` for the sequences of a batch, which draw by `seeds_of_rows`.
+
+        Example: `settings.set_all(SamplingSettings(temperature=0.8), seed=7)`
+        """
+        num = len(self)
+        self.set_rows(range(num), [settings] * num, seeds_of_rows(seed, num))
+
     def move(self, source: int, target: int) -> None:
         """Copy the settings of a slot, and how far it has drawn, into another one."""
         self._check(source)
@@ -227,6 +235,14 @@ def seeds_of_rows(seed: int | None, num: int) -> list[int]:
     # Not seed + row: the batches of two seeds would have sequences in common.
     others = np.random.SeedSequence(seed % 2**64).generate_state(num, np.uint64) >> np.uint64(1)
     return [seed, *others.tolist()[1:]]
+
+
+def no_numbers(row: int) -> RuntimeError:
+    """The error for a sequence of a batch whose token is -1."""
+    return RuntimeError(
+        f"the logits of sequence {row} are no numbers (NaN or infinite); look at the model's "
+        "weights, or give it another dtype"
+    )
 
 
 def choose_each(

@@ -170,6 +170,25 @@ class TextTail:
         return text[self.shown :], TextTail(kept, len(decode(kept)))
 
 
+def skip_each(
+    tails: Sequence[TextTail], ids: Tensor, counts: Sequence[int], decode: Decode
+) -> tuple[TextTail, ...]:
+    """The tails of B sequences after ids (B, T), of each the last `counts`; none are shown."""
+    rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
+    ends = (row[-count:] if count else [] for row, count in rows)
+    return tuple(tail.skip(end, decode) for tail, end in zip(tails, ends, strict=True))
+
+
+def take_each(
+    tails: list[TextTail], tokens: Sequence[int], alive: Sequence[int], decode: Decode
+) -> list[str]:
+    """What there is to show after a token of each sequence that lives; replaces their tails."""
+    shown = [""] * len(tails)
+    for row in (n for n, lives in enumerate(alive) if lives):
+        shown[row], tails[row] = tails[row].take(tokens[row], decode)
+    return shown
+
+
 class StopStrings:
     """Watches sequences for texts that end them, such as "\\n\\n"; prompts do not count.
 
