@@ -112,8 +112,8 @@ class Levels:
         whole = views(memory, old.parts)
         self.discard(old)
         for snapshot in new:
-            end = begin + snapshot.parts[0].shape[1]
-            columns = {name: x[:, begin:end] for name, x in whole.items()}
+            end = begin + snapshot.parts[0].shape[2]
+            columns = {name: x[:, :, begin:end] for name, x in whole.items()}
             part = packed(columns, snapshot.parts, memory.device, pinned=memory.is_pinned())
             if not self._store(snapshot, part, number):
                 self._drop(snapshot)

@@ -14,6 +14,7 @@ from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.state import empty_cache, read_tokens
 from flash_frac.inference.storage import fixed_tensors, growing_tensors
 from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.slot_cache import SlotCache
 from tests.models.conftest import make_model
 from tests.models.hybrids import KINDS, close, make_kind
 
@@ -36,9 +37,7 @@ def only(level):
 
 
 def make_cache(model, rows=3, room=64):
-    cache = empty_cache(model, rows)
-    cache.reserve(room)
-    return cache
+    return SlotCache(empty_cache(model, 1), rows, room)
 
 
 def read(model, cache, row, ids):
@@ -538,8 +537,10 @@ def test_bad_input(tmp_path):
             prefixes.put(ids, cache, 1)
     pretend(cache, 1, [1, 2])
     prefixes.put([1, 2], cache, 1)
-    with pytest.raises(ValueError, match=r"room for 2 tokens and has 0; call cache.reserve"):
-        prefixes.longest([1, 2, 3]).restore(empty_cache(model, 1), 0)
+    with pytest.raises(
+        ValueError, match=r"room for 2 tokens and has 0; make it with a larger size"
+    ):
+        prefixes.longest([1, 2, 3]).restore(make_cache(model, 1, 0), 0)
 
 
 @pytest.mark.gpu
