@@ -1,7 +1,7 @@
 """The levels at which snapshots are kept: the device, then host memory, then a folder.
 
-Each level has a budget in bytes. What was not used for longest moves down when a level is full, and
-is gone below the last.
+Each level has a budget in bytes. When it is full, what was demoted or not used for longest moves
+down, and is gone below the last.
 """
 
 from __future__ import annotations
@@ -147,6 +147,12 @@ class Levels:
         for snapshot in snapshots:
             if snapshot.level is not None:
                 self.table[snapshot.level].held.move_to_end(snapshot)
+
+    def demote(self, snapshots: Sequence[Snapshot]) -> None:
+        """Let snapshots make room before all others, the last of them first."""
+        for snapshot in snapshots:
+            if snapshot.level is not None:
+                self.table[snapshot.level].held.move_to_end(snapshot, last=False)
 
     def raise_up(self, snapshots: Sequence[Snapshot], memories: Sequence[Tensor]) -> None:
         """Move snapshots, given their bytes, to the first level that takes all of them."""

@@ -74,6 +74,15 @@ class Node:
         segments = [node.segment for node in reversed(self.path())]
         return [x for x in (self.state, *segments) if x is not None]
 
+    def passed(self) -> list[Snapshot]:
+        """States above this node from which no other prompt has branched, the nearest first."""
+        found: list[Snapshot] = []
+        node = self.parent
+        while node is not None and len(node.children) == 1:
+            found += [] if node.state is None else [node.state]
+            node = node.parent
+        return found
+
     def walk(self, tokens: Tokens) -> tuple[list[Node], int]:
         """Of a root: nodes whose tokens all begin a prompt, and how many of its tokens are here."""
         path, node, matched = [], self, 0

@@ -315,6 +315,7 @@ class PrefixStates:
             memory = packed(keys_values, node.segment.parts, self._levels.device)
             self._levels.keep(node.segment, memory)
         if not node.gone:
+            self._levels.demote(node.passed())
             self._levels.keep(node.state, state)
             self._levels.touch(node.needed())
 

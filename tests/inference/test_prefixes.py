@@ -565,3 +565,16 @@ def test_levels_of_a_gpu(level, ids, tmp_path):
         held = prefixes._levels.table[HOST].held
         assert all(x.memory.is_pinned() for x in held if x.nbytes)
     assert_sound(prefixes)
+
+
+def test_states_that_a_deeper_one_has_passed_go_first(tmp_path):
+    """Of a conversation, the end is continued; where prompts branch, all of them begin."""
+    model = make_model()
+    cache = make_cache(model)
+    one = sum(x[0].nbytes for x in fixed_tensors(cache).values())
+    prefixes = make_prefixes(model, tmp_path, (3 * one, 0, 0))
+    for ids in ([7], [7, 1], [7, 2], [7, 1, 3], [7, 2, 4]):
+        pretend(cache, 0, ids)
+        assert prefixes.put(ids, cache, 0)
+    found = [prefixes.longest(ids) for ids in ([7, 1, 3, 9], [7, 2, 4, 9], [7, 9])]
+    assert [None if x is None else x.num_tokens for x in found] == [3, 3, 1]
