@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flash_frac.inference import storage
-from flash_frac.inference.levels import DEVICE, DISK, HOST
 from flash_frac.inference.prefixes import PrefixStates
+from flash_frac.inference.prefixes.levels import DEVICE, DISK, HOST
 from flash_frac.inference.state import empty_cache, read_tokens
 from flash_frac.inference.storage import fixed_tensors, growing_tensors
 from flash_frac.models.buffers import BufferedCache

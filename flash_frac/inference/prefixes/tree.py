@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from flash_frac.inference.snapshots import Snapshot
+from flash_frac.inference.prefixes.snapshots import Snapshot
 
 Tokens = np.ndarray
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from flash_frac.files import check_folder
-from flash_frac.inference.levels import DISK, Levels
-from flash_frac.inference.prefix_files import Entry, PrefixFolder
-from flash_frac.inference.prefix_tree import Node, Tokens, as_tokens
-from flash_frac.inference.snapshots import (
+from flash_frac.inference.prefixes.files import Entry, PrefixFolder
+from flash_frac.inference.prefixes.levels import DISK, Levels
+from flash_frac.inference.prefixes.snapshots import (
     Found,
     Part,
     Shapes,
@@ -28,6 +27,7 @@ from flash_frac.inference.snapshots import (
     row_states,
     views,
 )
+from flash_frac.inference.prefixes.tree import Node, Tokens, as_tokens
 from flash_frac.inference.state import check_model, empty_cache
 from flash_frac.inference.storage import difference_of, fingerprint
 from flash_frac.models import FracForCausalLM

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_frac.inference.prefix_files import PrefixFolder
-from flash_frac.inference.snapshots import Part, Snapshot, new_memory, packed, views
+from flash_frac.inference.prefixes.files import PrefixFolder
+from flash_frac.inference.prefixes.snapshots import Part, Snapshot, new_memory, packed, views
 
 DEVICE, HOST, DISK = 0, 1, 2
 
