@@ -244,7 +244,7 @@ def serve(
     own = ("checkpoint", "tokenizer", "sequential")
     given: dict[str, Any] = {n: value for n, value in context.params.items() if n not in own}
     if sequential:
-        from flash_frac.inference.sequential import options_for, serve_sequentially
+        from flash_frac.inference.server.sequential import options_for, serve_sequentially
 
         typed = {n: value for n, value in given.items() if _is_typed(context, n)}
         options = [*options_for(typed), *context.args]
@@ -255,8 +255,8 @@ def serve(
             f"frac serve has no option {context.args[0]}; with --sequential it takes those of "
             "transformers serve"
         )
-    from flash_frac.inference.serving import ServerOptions
-    from flash_frac.inference.serving import serve as run
+    from flash_frac.inference.server.serving import ServerOptions
+    from flash_frac.inference.server.serving import serve as run
 
     run(checkpoint, ServerOptions(**given), tokenizer=_tokenizer(tokenizer))
 

@@ -161,7 +161,7 @@ class Runner:
             short = num <= self._staging.num_rows and length <= self._piece // num
             if short and _is_recorded(length, self._piece) and length < (self._room or math.inf):
                 ids = torch.zeros(num, length, dtype=torch.long)
-                mask = torch.arange(length).ne(0).expand(num, -1)
+                mask = torch.arange(length).ne(0).repeat(num, 1)
                 for _ in range(3):
                     self._staging.cache.lengths.zero_()
                     self._run_piece([ids, mask], [0] * num)

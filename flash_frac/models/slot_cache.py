@@ -25,6 +25,10 @@ class SlotCache(BufferedCache):
         batch_size: B.
         size: columns of the buffers of layers that see all tokens.
 
+    Attributes:
+        stacks: (L, B, ...), the tensors whose size does not grow, except lengths.
+        column_stacks: (L, B, heads, S, channels), those of the layers that see all tokens.
+
     Example:
         >>> cache = SlotCache(empty_cache(model, 1), batch_size=64, size=4096)
         >>> model(tokens, past_key_values=cache.rows(8))  # the first 8 rows
@@ -37,10 +41,10 @@ class SlotCache(BufferedCache):
         with torch.inference_mode(False):
             self.lengths = self.lengths.new_zeros(batch_size)
             fixed = [x for x in example.fixed() if x is not example.lengths]
-            self._fixed, layers = _stacks([x.shape[1:] for x in fixed], fixed, batch_size)
+            self.stacks, layers = _stacks([x.shape[1:] for x in fixed], fixed, batch_size)
             columns = [x for pair in example.full.layers.values() for x in pair]
             shapes = [torch.Size((x.shape[1], size, x.shape[3])) for x in columns]
-            self._columns, buffers = _stacks(shapes, columns, batch_size)
+            self.column_stacks, buffers = _stacks(shapes, columns, batch_size)
         self._hold(layers, buffers)
 
     def _hold(self, fixed: Sequence[Tensor], columns: Sequence[Tensor]) -> None:
@@ -60,8 +64,8 @@ class SlotCache(BufferedCache):
         """The first rows, in the same memory; `counts` is a list of its own."""
         view = SlotCache(self._example, 0, 0)
         view.counts, view.lengths = [0] * num, self.lengths[:num]
-        view._fixed = [x[:, :num] for x in self._fixed]
-        view._columns = [x[:, :num] for x in self._columns]
+        view.stacks = [x[:, :num] for x in self.stacks]
+        view.column_stacks = [x[:, :num] for x in self.column_stacks]
         fixed = [x[:num] for x in self.fixed() if x is not self.lengths]
         view._hold(fixed, [x[:num] for pair in self.full.layers.values() for x in pair])
         return view
@@ -69,14 +73,14 @@ class SlotCache(BufferedCache):
     @torch.no_grad()
     def clear(self) -> None:
         """Hold no token, and nothing but zeros."""
-        for x in (*self._fixed, *self._columns, self.lengths):
+        for x in (*self.stacks, *self.column_stacks, self.lengths):
             x.zero_()
         self.counts = [0] * self.batch_size
 
     @torch.no_grad()
     def clear_row(self, row: int) -> None:
         """Hold no token in a row, and nothing but zeros."""
-        for x in (*self._fixed, *self._columns):
+        for x in (*self.stacks, *self.column_stacks):
             x[:, row].zero_()
         self.lengths[row] = 0
 
@@ -89,16 +93,16 @@ class SlotCache(BufferedCache):
         Args:
             num_tokens: that the source has read there; None to copy all columns.
         """
-        for mine, theirs in zip(self._fixed, source._fixed, strict=True):
+        for mine, theirs in zip(self.stacks, source.stacks, strict=True):
             mine[:, row].copy_(theirs[:, source_row])
-        for mine, theirs in zip(self._columns, source._columns, strict=True):
+        for mine, theirs in zip(self.column_stacks, source.column_stacks, strict=True):
             mine[:, row, :, :num_tokens].copy_(theirs[:, source_row, :, :num_tokens])
         self.lengths[row].copy_(source.lengths[source_row])
 
     @property
     def claimed(self) -> int:
         """Bytes of all rows, in use or not."""
-        return sum(x.nbytes for x in (*self._fixed, *self._columns))
+        return sum(x.nbytes for x in (*self.stacks, *self.column_stacks))
 
 
 def _stacks(

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from flash_frac.inference import answers as module
-from flash_frac.inference.answers import Answers
-from flash_frac.inference.metrics import Metrics
 from flash_frac.inference.scheduling import Request, Update
+from flash_frac.inference.server import answers as module
+from flash_frac.inference.server.answers import Answers
+from flash_frac.inference.server.metrics import Metrics
 
 REQUEST = Request(prompt=[1], max_new_tokens=2000)
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from flash_frac.inference import storage
-from flash_frac.inference.levels import DEVICE, DISK, HOST
 from flash_frac.inference.prefixes import PrefixStates
+from flash_frac.inference.prefixes.levels import DEVICE, DISK, HOST
 from flash_frac.inference.state import empty_cache, read_tokens
 from flash_frac.inference.storage import fixed_tensors, growing_tensors
 from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.slot_cache import SlotCache
 from tests.models.conftest import make_model
 from tests.models.hybrids import KINDS, close, make_kind
 
@@ -36,9 +37,7 @@ def only(level):
 
 
 def make_cache(model, rows=3, room=64):
-    cache = empty_cache(model, rows)
-    cache.reserve(room)
-    return cache
+    return SlotCache(empty_cache(model, 1), rows, room)
 
 
 def read(model, cache, row, ids):
@@ -538,8 +537,10 @@ def test_bad_input(tmp_path):
             prefixes.put(ids, cache, 1)
     pretend(cache, 1, [1, 2])
     prefixes.put([1, 2], cache, 1)
-    with pytest.raises(ValueError, match=r"room for 2 tokens and has 0; call cache.reserve"):
-        prefixes.longest([1, 2, 3]).restore(empty_cache(model, 1), 0)
+    with pytest.raises(
+        ValueError, match=r"room for 2 tokens and has 0; make it with a larger size"
+    ):
+        prefixes.longest([1, 2, 3]).restore(make_cache(model, 1, 0), 0)
 
 
 @pytest.mark.gpu
@@ -564,3 +565,16 @@ def test_levels_of_a_gpu(level, ids, tmp_path):
         held = prefixes._levels.table[HOST].held
         assert all(x.memory.is_pinned() for x in held if x.nbytes)
     assert_sound(prefixes)
+
+
+def test_states_that_a_deeper_one_has_passed_go_first(tmp_path):
+    """Of a conversation, the end is continued; where prompts branch, all of them begin."""
+    model = make_model()
+    cache = make_cache(model)
+    one = sum(x[0].nbytes for x in fixed_tensors(cache).values())
+    prefixes = make_prefixes(model, tmp_path, (3 * one, 0, 0))
+    for ids in ([7], [7, 1], [7, 2], [7, 1, 3], [7, 2, 4]):
+        pretend(cache, 0, ids)
+        assert prefixes.put(ids, cache, 0)
+    found = [prefixes.longest(ids) for ids in ([7, 1, 3, 9], [7, 2, 4, 9], [7, 9])]
+    assert [None if x is None else x.num_tokens for x in found] == [3, 3, 1]

@@ -24,8 +24,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from flash_frac.inference.sequential import options_for, serve_sequentially
-from flash_frac.inference.serving import ServerOptions, make_app, serve
+from flash_frac.inference.server.sequential import options_for, serve_sequentially
+from flash_frac.inference.server.serving import ServerOptions, make_app, serve
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.export import export
 from tests.tiny import tiny_config

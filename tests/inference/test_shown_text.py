@@ -3,7 +3,7 @@
 import pytest
 
 from flash_frac.data import load_tokenizer
-from flash_frac.inference.shown_text import ShownText
+from flash_frac.inference.server.shown_text import ShownText
 
 TEXT = "héllo wörld, €uro 😀 User: no"
 

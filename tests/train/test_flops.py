@@ -47,7 +47,9 @@ def test_frac_and_delta():
     heads, keys, channels = 3, 4, 8
     rule = 64 * (6 * keys + 4 * channels) + 6 * keys * channels
     others = 3 * heads * (2 * 4 * (2 * keys + channels) + rule)
-    assert counted(delta)[torch.ops.aten.mm] == forward_flops(delta.config) - others
+    # The joined projection has 54 outputs and is padded to 56, which is no work of the model.
+    padding = 3 * 2 * 2 * 16
+    assert counted(delta)[torch.ops.aten.mm] == forward_flops(delta.config) - others + padding
 
 
 def test_contexts_of_layers():

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import typer
 
 from flash_frac.extras import require
-from flash_frac.inference.requests import INPUTS, request_problem
+from flash_frac.inference.server.requests import INPUTS, request_problem
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, load_model, one_line
 
 # What the server's handlers are for.

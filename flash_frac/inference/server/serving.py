@@ -15,7 +15,7 @@ from flash_frac.extras import require
 from flash_frac.inference.engine import Engine
 from flash_frac.inference.generation_settings import settings_of
 from flash_frac.inference.prefixes import PrefixStates
-from flash_frac.inference.prompts import DEFAULT_NEW_TOKENS, Defaults
+from flash_frac.inference.server.prompts import DEFAULT_NEW_TOKENS, Defaults
 from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
 GIB = 2**30
@@ -98,7 +98,7 @@ def make_app(checkpoint: str, options: ServerOptions, *, tokenizer: Any = None) 
 
     Example: `make_app("my-frac", ServerOptions(device="cpu"))`
     """
-    from flash_frac.inference.app import Service, build_app
+    from flash_frac.inference.server.app import Service, build_app
 
     name, _, revision = checkpoint.partition("@")
     found = find_checkpoint(name, revision=revision or None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from flash_frac.inference.snapshots import Snapshot
+from flash_frac.inference.prefixes.snapshots import Snapshot
 
 Tokens = np.ndarray
 
@@ -73,6 +73,15 @@ class Node:
         """The state, then keys and values from this edge up to the root."""
         segments = [node.segment for node in reversed(self.path())]
         return [x for x in (self.state, *segments) if x is not None]
+
+    def passed(self) -> list[Snapshot]:
+        """States above this node from which no other prompt has branched, the nearest first."""
+        found: list[Snapshot] = []
+        node = self.parent
+        while node is not None and len(node.children) == 1:
+            found += [] if node.state is None else [node.state]
+            node = node.parent
+        return found
 
     def walk(self, tokens: Tokens) -> tuple[list[Node], int]:
         """Of a root: nodes whose tokens all begin a prompt, and how many of its tokens are here."""

@@ -1,7 +1,7 @@
 """Snapshots: copies of tensors of one sequence, all in one piece of memory.
 
 A snapshot is written once, and only read afterwards. One piece of memory is moved by one copy.
-Letters: V vocabulary.
+Letters: L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_frac.inference.storage import fixed_tensors, growing_tensors
-from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.slot_cache import SlotCache
 
 
 class Part(NamedTuple):
@@ -84,6 +83,17 @@ def copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> No
         torch._foreach_copy_(to, by)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def row_states(cache: SlotCache, row: int) -> dict[str, Tensor]:
+    """States and rings of a row, those of all layers together (L, ...), by name."""
+    return {f"fixed.{n}": x[:, row] for n, x in enumerate(cache.stacks)}
+
+
+def row_columns(cache: SlotCache, row: int, begin: int, end: int) -> dict[str, Tensor]:
+    """Keys and values (L, heads, tokens, channels) of some tokens of a row, by name."""
+    columns = slice(begin, end)
+    return {f"growing.{n}": x[:, row, :, columns] for n, x in enumerate(cache.column_stacks)}
+
+
 @dataclass(eq=False)
 class Snapshot:
     """Some tensors of a sequence.
@@ -109,6 +119,11 @@ class Snapshot:
         """Bytes of all tensors."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether those of the next token are there."""
+        return any(part.name == "logits" for part in self.parts)
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -118,14 +133,12 @@ class Shapes:
     growing: tuple[Part, ...]
 
     @staticmethod
-    def of(cache: BufferedCache) -> Shapes:
+    def of(cache: SlotCache) -> Shapes:
         """Those of the sequences of a cache."""
-        fixed = [Part(n, tuple(x.shape[1:]), x.dtype) for n, x in fixed_tensors(cache).items()]
-        growing = [
-            Part(name, (x.shape[1], 0, x.shape[3]), x.dtype)
-            for name, x in growing_tensors(cache).items()
-        ]
-        return Shapes(in_order(fixed), in_order(growing))
+        fixed = row_states(cache, 0).items()
+        growing = row_columns(cache, 0, 0, 0).items()
+        parts = ([Part(name, tuple(x.shape), x.dtype) for name, x in y] for y in (fixed, growing))
+        return Shapes(*map(in_order, parts))
 
     def state(self, num_logits: int) -> tuple[Part, ...]:
         """The tensors of fixed size, with logits of the next token if there are some."""
@@ -134,10 +147,10 @@ class Shapes:
 
     def segment(self, num_tokens: int) -> tuple[Part, ...]:
         """Keys and values of some tokens."""
-        grown = ((x.name, (x.shape[0], num_tokens, x.shape[2]), x.dtype) for x in self.growing)
-        return tuple(Part(*part) for part in grown)
+        sizes = ((*x.shape[:2], num_tokens, x.shape[3]) for x in self.growing)
+        return tuple(x._replace(shape=y) for x, y in zip(self.growing, sizes, strict=True))
 
-    def check(self, cache: BufferedCache) -> None:
+    def check(self, cache: SlotCache) -> None:
         """ValueError if a cache is of another model."""
         if Shapes.of(cache) != self:
             raise ValueError(
@@ -162,24 +175,23 @@ class Found:
     _segments: list[dict[str, Tensor]]
 
     @torch.no_grad()
-    def restore(self, cache: BufferedCache, row: int) -> None:
+    def restore(self, cache: SlotCache, row: int) -> None:
         """Make a row of a cache hold these tokens, whatever it held before.
 
         Args:
             cache: of the same model, with room for them (`cache.reserve`).
         """
         self._shapes.check(cache)
-        growing = {name: x[row] for name, x in growing_tensors(cache).items()}
-        if growing and cache.full.size < self.num_tokens:
+        if self._segments and cache.full.size < self.num_tokens:
             raise ValueError(
                 f"cache must have room for {self.num_tokens} tokens and has {cache.full.size}; "
-                "call cache.reserve before restore"
+                "make it with a larger size"
             )
-        copy_all({name: x[row] for name, x in fixed_tensors(cache).items()}, self._state)
+        copy_all(row_states(cache, row), self._state)
         begin = 0
         for segment in self._segments:
-            end = begin + next(iter(segment.values())).shape[1]
-            copy_all({name: x[:, begin:end] for name, x in growing.items()}, segment)
+            end = begin + next(iter(segment.values())).shape[2]
+            copy_all(row_columns(cache, row, begin, end), segment)
             begin = end
         cache.lengths[row].fill_(self.num_tokens)
         cache.counts[row] = self.num_tokens

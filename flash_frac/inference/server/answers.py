@@ -15,8 +15,8 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from flash_frac.inference.metrics import Metrics
 from flash_frac.inference.scheduling import Request, Update
+from flash_frac.inference.server.metrics import Metrics
 
 # What an event costs the loop, roughly, and the share of the time that it may take for them.
 SECONDS_PER_EVENT, LOOP_SHARE = 40e-6, 0.5

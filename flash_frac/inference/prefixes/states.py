@@ -15,19 +15,23 @@ from pathlib import Path
 from torch import Tensor
 
 from flash_frac.files import check_folder
-from flash_frac.inference.levels import DISK, Levels
-from flash_frac.inference.prefix_files import Entry, PrefixFolder
-from flash_frac.inference.prefix_tree import Node, Tokens, as_tokens
-from flash_frac.inference.snapshots import Found, Part, Shapes, Snapshot, packed, views
-from flash_frac.inference.state import check_model, empty_cache
-from flash_frac.inference.storage import (
-    difference_of,
-    fingerprint,
-    fixed_tensors,
-    growing_tensors,
+from flash_frac.inference.prefixes.files import Entry, PrefixFolder
+from flash_frac.inference.prefixes.levels import DISK, Levels
+from flash_frac.inference.prefixes.snapshots import (
+    Found,
+    Part,
+    Shapes,
+    Snapshot,
+    packed,
+    row_columns,
+    row_states,
+    views,
 )
+from flash_frac.inference.prefixes.tree import Node, Tokens, as_tokens
+from flash_frac.inference.state import check_model, empty_cache
+from flash_frac.inference.storage import difference_of, fingerprint
 from flash_frac.models import FracForCausalLM
-from flash_frac.models.buffers import BufferedCache
+from flash_frac.models.slot_cache import SlotCache
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ class PrefixStates:
                     "PrefixStates for it"
                 )
             return self
-        cache = empty_cache(model, 1)
+        cache = SlotCache(empty_cache(model, 1), 1, 0)
         self._shapes = Shapes.of(cache)
-        device = next(x.device for x in {**fixed_tensors(cache), **growing_tensors(cache)}.values())
+        device = next(x.device for x in (*cache.stacks, *cache.column_stacks))
         folder = None if self._path is None else PrefixFolder(self._path, here)
         self._levels = Levels(self._budgets, device, folder, self._forget)
         if folder is not None:
@@ -144,7 +148,7 @@ class PrefixStates:
         path, _ = self._root.walk(tokens)
         for node in reversed(path):
             whole = node.num_tokens == len(tokens)
-            if node.gone or node.state is None or (whole and not _has_logits(node.state)):
+            if node.gone or node.state is None or (whole and not node.state.has_logits):
                 continue
             found = self._load(node)
             if found is not None:
@@ -157,7 +161,7 @@ class PrefixStates:
     def put(
         self,
         ids: Sequence[int] | Tokens | Tensor,
-        cache: BufferedCache,
+        cache: SlotCache,
         row: int,
         *,
         logits: Tensor | None = None,
@@ -182,10 +186,10 @@ class PrefixStates:
         self._shapes.check(cache)
         path, matched = self._root.walk(tokens)
         known = path[-1].state if path and path[-1].num_tokens == len(tokens) else None
-        if known is not None and (logits is None or _has_logits(known)):
+        if known is not None and (logits is None or known.has_logits):
             self._levels.touch(path[-1].needed())
             return True
-        tensors = {name: x[row] for name, x in fixed_tensors(cache).items()}
+        tensors = row_states(cache, row)
         parts = self._shapes.state(0 if logits is None else len(logits))
         if logits is not None:
             tensors["logits"] = logits
@@ -299,20 +303,19 @@ class PrefixStates:
         self._levels.split(old, memory, upper.segment, lower.segment)
         return None if upper.gone else upper
 
-    def _keep(self, node: Node, state: Tensor, cache: BufferedCache, row: int) -> None:
+    def _keep(self, node: Node, state: Tensor, cache: SlotCache, row: int) -> None:
         """Hold the state of a node, and the keys and values of its edge if it is new."""
         assert node.state is not None
         new = bool(self._shapes.growing) and node.segment is None
         # Those of the tokens before must not make room for it.
         self._levels.touch(node.needed())
         if new:
-            columns = slice(node.begin, node.num_tokens)
-            growing = growing_tensors(cache).items()
-            keys_values = {name: x[row][:, columns] for name, x in growing}
+            keys_values = row_columns(cache, row, node.begin, node.num_tokens)
             node.segment = Snapshot(node, self._shapes.segment(len(node.tokens)))
             memory = packed(keys_values, node.segment.parts, self._levels.device)
             self._levels.keep(node.segment, memory)
         if not node.gone:
+            self._levels.demote(node.passed())
             self._levels.keep(node.state, state)
             self._levels.touch(node.needed())
 
@@ -393,7 +396,3 @@ class PrefixStates:
         """Take a node out of the tree which no state needs."""
         if node.parent is not None and not node.gone and not node.children and node.state is None:
             self._remove(node)
-
-
-def _has_logits(state: Snapshot) -> bool:
-    return any(part.name == "logits" for part in state.parts)

@@ -1,7 +1,7 @@
 """The levels at which snapshots are kept: the device, then host memory, then a folder.
 
-Each level has a budget in bytes. What was not used for longest moves down when a level is full, and
-is gone below the last.
+Each level has a budget in bytes. When it is full, what was demoted or not used for longest moves
+down, and is gone below the last.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_frac.inference.prefix_files import PrefixFolder
-from flash_frac.inference.snapshots import Part, Snapshot, new_memory, packed, views
+from flash_frac.inference.prefixes.files import PrefixFolder
+from flash_frac.inference.prefixes.snapshots import Part, Snapshot, new_memory, packed, views
 
 DEVICE, HOST, DISK = 0, 1, 2
 
@@ -112,8 +112,8 @@ class Levels:
         whole = views(memory, old.parts)
         self.discard(old)
         for snapshot in new:
-            end = begin + snapshot.parts[0].shape[1]
-            columns = {name: x[:, begin:end] for name, x in whole.items()}
+            end = begin + snapshot.parts[0].shape[2]
+            columns = {name: x[:, :, begin:end] for name, x in whole.items()}
             part = packed(columns, snapshot.parts, memory.device, pinned=memory.is_pinned())
             if not self._store(snapshot, part, number):
                 self._drop(snapshot)
@@ -147,6 +147,12 @@ class Levels:
         for snapshot in snapshots:
             if snapshot.level is not None:
                 self.table[snapshot.level].held.move_to_end(snapshot)
+
+    def demote(self, snapshots: Sequence[Snapshot]) -> None:
+        """Let snapshots make room before all others, the last of them first."""
+        for snapshot in snapshots:
+            if snapshot.level is not None:
+                self.table[snapshot.level].held.move_to_end(snapshot, last=False)
 
     def raise_up(self, snapshots: Sequence[Snapshot], memories: Sequence[Tensor]) -> None:
         """Move snapshots, given their bytes, to the first level that takes all of them."""

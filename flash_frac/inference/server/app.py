@@ -18,13 +18,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from flash_frac.inference.answers import Answer, Answers
-from flash_frac.inference.bodies import BODIES, Token, Usage, error_fields, event
-from flash_frac.inference.metrics import Metrics
-from flash_frac.inference.prompts import Defaults, make_request, read_prompt
-from flash_frac.inference.requests import request_problem, unanswerable
 from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request
-from flash_frac.inference.shown_text import ShownText
+from flash_frac.inference.server.answers import Answer, Answers
+from flash_frac.inference.server.bodies import BODIES, Token, Usage, error_fields, event
+from flash_frac.inference.server.metrics import Metrics
+from flash_frac.inference.server.prompts import Defaults, make_request, read_prompt
+from flash_frac.inference.server.requests import request_problem, unanswerable
+from flash_frac.inference.server.shown_text import ShownText
 from flash_frac.models.loading import one_line
 
 PATHS = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from flash_frac.inference.prefix_tree import Node, Tokens
-from flash_frac.inference.snapshots import Snapshot, packed, views
+from flash_frac.inference.prefixes.snapshots import Snapshot, packed, views
+from flash_frac.inference.prefixes.tree import Node, Tokens
 from flash_frac.inference.storage import Format, difference_of, read_file, read_part, write_file
 
 logger = logging.get_logger(__name__)
