@@ -27,6 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 COLOURS = {
     "(eager)": PALE,
     "(generate)": PALE,
+    "(transformers' loop)": PALE,
     OURS: drawing.OURS,
     "chunk_gla": "#e09f3e",
     "gated_delta_rule": OTHER,

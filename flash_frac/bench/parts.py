@@ -42,7 +42,7 @@ class Sizes:
     decode_batches: tuple[int, ...] = (1, 64)
     prompt: int = 1024
     steps: int = 128
-    # Fewer through transformers, where a step takes many times as long.
+    # Fewer through transformers' loop, where a step takes many times as long.
     eager_steps: int = 32
     train: tuple[int, int] = (8, 4096)
     small: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
@@ -104,7 +104,7 @@ class Subject(NamedTuple):
         """A row, with the memory of one more call of the function."""
         peak = None
         # The allocator does not see what a CUDA graph uses when it is replayed.
-        if function is not None and not label.endswith("(Generator)"):
+        if function is not None and not label.endswith(("(Generator)", "(generate)")):
             peak = peak_mib(function, whole=True)
         return make_row(
             label,
@@ -209,11 +209,19 @@ def prefill_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[di
 
 
 def decode_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict]:
-    """Greedy decoding by `generate` of transformers; ours also by `Generator`."""
+    """Greedy decoding by `model.generate`; ours also by transformers' loop and by `Generator`."""
     rows = []
     for batch in sizes.decode_batches:
         ids = subject.tokens(batch, sizes.prompt)
-        ways = {subject.label("generate"): (subject.model.generate, sizes.eager_steps)}
+        generate = subject.model.generate
+        ways = {subject.label("generate"): (generate, sizes.eager_steps)}
+        if subject.is_ours:
+            # On a GPU, `generate` replays graphs, unless it is asked for a cache.
+            loop = partial(generate, cache_implementation="dynamic")
+            ways = {
+                subject.label("generate"): (generate, sizes.steps),
+                subject.label("transformers' loop"): (loop, sizes.eager_steps),
+            }
         if generator := make_generator(subject, failures):
             ways[subject.label("Generator")] = (generator.generate, sizes.steps)
         for label, (generate, steps) in ways.items():

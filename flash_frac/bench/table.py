@@ -127,7 +127,8 @@ def _is_papers(config: FracConfig) -> bool:
 def paper_table(rows: Sequence[Mapping[str, object]], *, paper: bool = True) -> list[str]:
     """Lines of a Markdown table in tokens/s, ours first.
 
-    Ours by the calls of transformers are one line, those of `Generator` another. With `paper` its
+    Ours by the calls of transformers are one line, those of `Generator` and decoding by
+    transformers' loop others. With `paper` its
     models come last, and its columns first.
     """
     measured: dict[str, dict[str, float]] = {}

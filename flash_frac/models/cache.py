@@ -36,7 +36,10 @@ class FracCache(DynamicCache):
         before: (B,), real tokens before those of `real`; None if none, or if `real` is None.
         state_layers, attention_layers, sliding_layers: numbers of the layers with a state of fixed
             size (frac, delta), of those with keys and values, and of these the sliding ones.
+        is_never_seen: whether `generate` made it for itself alone, and need not fill it.
     """
+
+    is_never_seen = False
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)

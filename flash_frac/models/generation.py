@@ -1,12 +1,13 @@
-"""What `generate` and `generate_batch` ask of a Frac model: a cache, masks for it, and an engine.
+"""What `generate` and `generate_batch` ask of a Frac model: a cache, masks for it, and tokens.
 
-The engine stands above the models. transformers asks the model for it, so that it is imported here,
-but not before it is asked for.
+On a GPU, tokens of plain calls come from `inference.routing`, and those of many requests from an
+engine. Both stand above the models: they are imported when they are asked for.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import Cache, GenerationMixin
@@ -19,6 +20,10 @@ from flash_frac.models.cache import CANNOT_CROP, FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 
 logger = logging.get_logger(__name__)
+
+# What `inference.routing` keeps from call to call, by model. Not in the model, so that copies and
+# files of it have nothing of this.
+KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class FracGenerationMixin(GenerationMixin):
@@ -48,9 +53,12 @@ class FracGenerationMixin(GenerationMixin):
             )
         if cache is not None or generation_config.use_cache is False:
             return
-        model_kwargs["past_key_values"] = self._new_cache(
+        cache = self._new_cache(
             wanted, max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
         )
+        if isinstance(cache, FracCache):
+            cache.is_never_seen = not generation_config.return_dict_in_generate
+        model_kwargs["past_key_values"] = cache
 
     def init_continuous_batching(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -90,6 +98,45 @@ class FracGenerationMixin(GenerationMixin):
         # Never shorter than the last one, whose compiled code then serves again.
         self._static_length = max(max_length, getattr(self, "_static_length", 0))
         return FracStaticCache(config, self._static_length)
+
+    def _sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The loop of greedy and sampling calls, for which `generate` has prepared everything.
+
+        It is run on a `Generator` where that gives the same, see `inference.routing`.
+        """
+        from flash_frac.inference.routing import Call, generate
+
+        model: Any = self
+        call = Call(
+            input_ids=input_ids,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            inputs=model_kwargs,
+        )
+        made = generate(model, call)
+        if made is not None:
+            return made
+        return super()._sample(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
 
     @staticmethod
     def create_masks_for_generate(

@@ -28,7 +28,7 @@ from flash_frac.models.block import STATE_MIXERS, FracBlock
 from flash_frac.models.boundaries import find_boundaries
 from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
-from flash_frac.models.generation import FracGenerationMixin
+from flash_frac.models.generation import KEPT, FracGenerationMixin
 from flash_frac.models.inputs import (
     LOSS,
     PACKING,
@@ -274,6 +274,12 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def train(self, mode: bool = True) -> FracForCausalLM:
+        """As in torch; for training, the memory that `generate` keeps on a GPU is given back."""
+        if mode:
+            KEPT.pop(self, None)
+        return super().train(mode)
 
     def _fuses_loss(self) -> bool:
         """Whether the loss reads the head's weight itself, which is then to be all of the head."""

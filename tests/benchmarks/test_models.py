@@ -50,13 +50,14 @@ def assert_complete(rows, tokens):
 def test_all_parts_with_peers(run, capsys):
     rows = run(model)
     assert_complete(rows, lambda row: int(row["B"]) * (row["pass"] == "decode" or int(row["T"])))
-    ways = {"prefill": ["eager", "Generator"], "decode": ["generate", "Generator"], "train": []}
+    decoding = ["generate", "transformers' loop", "Generator"]
+    ways = {"prefill": ["eager", "Generator"], "decode": decoding, "train": []}
     for passed, expected in ways.items():
         found = [row["implementation"] for row in rows if row["pass"] == passed]
         for name in ("flash_frac", "Qwen3", "Mamba2", *(f"({way})" for way in expected)):
             assert any(name in label for label in found), (name, passed)
-    # Two lengths of prefill, two batches of decoding, one step; ours in two ways, two peers.
-    assert len(rows) == 2 + 4 * len(CPU_SIZES.prefill) + 4 * len(CPU_SIZES.decode_batches) + 3
+    # Two lengths of prefill, two batches of decoding in three ways of ours, one step; two peers.
+    assert len(rows) == 2 + 4 * len(CPU_SIZES.prefill) + 5 * len(CPU_SIZES.decode_batches) + 3
     assert "left out: mamba2: ModuleNotFoundError" in capsys.readouterr().out
 
 
@@ -70,7 +71,7 @@ def test_parts_alone(run, capsys):
 def test_decoding_after_a_prompt_of_another_length(run):
     options = ["--prompt", "9", "--batches", "1"]
     rows = run(model, "--parts", "decode", "--no-peers", *options)
-    assert [(row["pass"], row["B"], row["T"]) for row in rows] == [("decode", "1", "9")] * 2
+    assert [(row["pass"], row["B"], row["T"]) for row in rows] == [("decode", "1", "9")] * 3
 
 
 def test_streams(run):
@@ -156,8 +157,8 @@ def test_bench_prints_the_layout_of_the_paper(tmp_path):
     config = FracConfig(**TINY)
     lines, left_out = bench(config, peers=["qwen3", "mamba2"], sizes=CPU_SIZES, out=path)
     assert len({line.count("|") for line in lines}) == 1 and "prefill@16" in lines[0]
-    # Ours in two ways and a peer; the paper's models are larger, and ran on a GPU.
-    assert len(lines) == 2 + 3 and len(left_out) == 1
+    # Ours in three ways and a peer; the paper's models are larger, and ran on a GPU.
+    assert len(lines) == 2 + 4 and len(left_out) == 1
     kept = json.loads(path.read_text())
     assert all(f" {row['tokens_per_s']:,.0f} |" in "\n".join(lines) for row in kept["rows"])
     assert kept["left_out"] == left_out and kept["made_with"]["torch"]

@@ -6,7 +6,7 @@ import torch
 
 from flash_frac.inference import Request
 from tests.models.conftest import make_model
-from tests.models.hybrids import KINDS, make_kind
+from tests.models.hybrids import KINDS, OWN_LOOP, make_kind
 
 # None is the paper's model.
 ALL_KINDS = [None, *KINDS]
@@ -31,13 +31,14 @@ def random_requests(num, *, seed=0, longest=40, most_new=20, **options):
 
 
 def expected(model, request):
-    """The tokens of `generate`, which ends with the first end."""
+    """The tokens of transformers' loop, which ends with the first end."""
     ids = torch.tensor([request.prompt], device=model.device)
     made = model.generate(
         ids,
         max_new_tokens=request.max_new_tokens,
         do_sample=False,
         eos_token_id=list(request.eos_token_ids) or None,
+        **OWN_LOOP,
     )
     return made[0, ids.shape[1] :].tolist()
 

@@ -18,7 +18,7 @@ from flash_frac.ops.sample import reference
 from tests.inference.conftest import assert_same, take
 from tests.inference.tape import Tape
 from tests.models.conftest import make_model
-from tests.models.hybrids import make_kind
+from tests.models.hybrids import OWN_LOOP, make_kind
 
 # Of KINDS: with shared heads, with a temperature, with rings, and with all mixers.
 MIXED = ["attention", "no positions", "sliding", "all"]
@@ -100,7 +100,7 @@ both = pytest.mark.parametrize("make", [by_generator, by_stream])
 def expected(model, ids):
     ids = ids.to(model.device)
     options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 8}
-    return model.generate(ids, **options)[:, ids.shape[1] :]
+    return model.generate(ids, **options, **OWN_LOOP)[:, ids.shape[1] :]
 
 
 class Flipped(nn.Module):

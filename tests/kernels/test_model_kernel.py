@@ -8,6 +8,7 @@ from flash_frac.ops.testing import relative_error
 from tests.errors import assert_as_good
 from tests.kernels.devices import DEVICE, DTYPES
 from tests.models.conftest import make_model, on_backend
+from tests.models.hybrids import OWN_LOOP
 
 SIZES = {"num_hidden_layers": 2, "frac_num_modes": 4}
 # Tokens to decode, and how often: a GPU records a graph and then replays it.
@@ -197,7 +198,8 @@ def test_generator(batch):
     model = one_layer()
     ids = tokens(batch, 12)
     generator = Generator(model)
-    expected = model.generate(ids, max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
+    options = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options, **OWN_LOOP)
     for _ in range(RUNS):
         assert torch.equal(generator.generate(ids, max_new_tokens=STEPS), expected)
 

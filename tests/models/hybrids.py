@@ -40,6 +40,8 @@ KINDS = {
     "mlp": {"mixer_types": ["frac"], "mlp_intermediate_size": 24},
 }
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+# For transformers' own loop, which a `Generator` is to be compared with, on any device.
+OWN_LOOP = {"cache_implementation": "dynamic"}
 
 
 def make_hybrid(dtype=torch.float64, model_class=FracForCausalLM, **changes):

@@ -11,7 +11,15 @@ from transformers.utils import logging
 from flash_frac.models import FracCache
 from flash_frac.models.cache import FracStaticCache
 from tests.models.conftest import make_model
-from tests.models.hybrids import KINDS, OPTIONS, close, greedy_by_hand, make_hybrid, make_kind
+from tests.models.hybrids import (
+    KINDS,
+    OPTIONS,
+    OWN_LOOP,
+    close,
+    greedy_by_hand,
+    make_hybrid,
+    make_kind,
+)
 
 STATIC = {**OPTIONS, "cache_implementation": "static"}
 
@@ -155,7 +163,7 @@ def test_static_on_a_gpu_is_compiled(kind, ids):
     """transformers compiles a step by itself there, with our kernels in it as operators."""
     make = partial(make_kind, kind) if kind in KINDS else make_model
     model, ids = make(torch.float32).cuda(), ids.cuda()
-    expected = model.generate(ids, **OPTIONS)
+    expected = model.generate(ids, **OPTIONS, **OWN_LOOP)
     for _ in range(2):
         assert torch.equal(model.generate(ids, **STATIC), expected)
     assert hasattr(model, "_compiled_call")
