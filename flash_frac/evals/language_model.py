@@ -2,31 +2,59 @@
 
 Registered as "frac" when `flash_frac.evals` is imported. It differs from lm-eval's own "hf" in that
 nothing is cut off in silence, in how a batch size is found, and in that Frac models generate by
-`flash_frac.inference`, which needs a memory that does not grow with the prompt.
+our engine, which takes all requests at once.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from tqdm import tqdm
 
 from flash_frac.beginning import beginning
 from flash_frac.extras import require
-from flash_frac.inference import Generator, StopStrings
+from flash_frac.inference import Engine, Request
+from flash_frac.inference.generation_settings import settings_of
+from flash_frac.inference.sampling import SamplingSettings
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.loading import load_model
 
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM
+_harness: Any = require("lm_eval.models.utils", "eval", "FracLM")
 
+# Tokens of prompts that the engine reads at a time.
+PIECE = 8192
 # Tokens of a batch on a CPU, where too many end the process instead of raising an error.
 CPU_TOKENS = 8192
 
 
+class _Asked(NamedTuple):
+    """What a request to generate asks for.
+
+    Attributes:
+        text, options: of lm-eval, with which its answer is kept.
+        context: ids of the text's tokens, as many as there is room for.
+        until: texts that end the answer.
+        sampling: how tokens are chosen; None if only `model.generate` can.
+    """
+
+    text: str
+    options: dict[str, Any]
+    context: list[int]
+    until: list[str]
+    max_new_tokens: int
+    sampling: SamplingSettings | None
+
+
 class FracLM(HFLM):
     """lm-eval's model of a checkpoint, with requests that are too long an error.
+
+    Frac models answer requests to generate by an `Engine` of `batch_size` slots. Options of
+    generation that it does not have (beams, for instance), and mixed precision, are left to
+    `model.generate`, in batches.
 
     Args:
         pretrained: folder, hub id, or a model in memory (then with `tokenizer`).
@@ -59,8 +87,9 @@ class FracLM(HFLM):
         super().__init__(pretrained, max_length=max_length, device=device, **options)
         self.truncate = truncate
         self.num_truncated = self.tokens_read = 0
+        self.model.eval()
         is_frac = isinstance(self.model, FracForCausalLM)
-        self._generator = Generator(self.model.eval()) if is_frac else None
+        self._has_engine = is_frac and self.mixed_precision_dtype is None
 
     def _create_model(self, pretrained: str, **options: Any) -> None:
         if not self.strict:
@@ -120,16 +149,117 @@ class FracLM(HFLM):
             lengths = [len(self.tok_encode(text)) for text in same]
             self._fit(lengths, self.max_length - new)
             longest = max(longest, min(max(lengths) + new, self.max_length))
-        asked = self.batch_size_per_gpu
-        if asked == "auto":
+        if self._has_engine:
+            asked = [self._asked(request) for request in requests]
+            if all(each.sampling is not None for each in asked):
+                return self._answer(asked, longest, disable_tqdm)
+        size = self.batch_size_per_gpu
+        if size == "auto":
             self.batch_size_per_gpu = self._generation_batch_size(longest, len(requests))
         try:
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
         finally:
-            self.batch_size_per_gpu = asked
+            self.batch_size_per_gpu = size
+
+    def _asked(self, request: Any) -> _Asked:
+        text, given = request.args
+        options = _harness.normalize_gen_kwargs(given, self.max_gen_toks)
+        eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
+        until = _harness.handle_stop_sequences(options.pop("until", None), eos=eos)
+        new = options.pop("max_gen_toks")
+        context = self.tok_encode(text, left_truncate_len=self.max_length - new)
+        sampling = self._sampling(options)
+        return _Asked(text, given, context or [self.prefix_token_id], until, new, sampling)
+
+    def _sampling(self, options: dict[str, Any]) -> SamplingSettings | None:
+        """What options of `generate` ask for; None if the engine does not have it."""
+        config = copy.deepcopy(self.model.generation_config)
+        if not options.get("do_sample"):
+            options = {name: x for name, x in options.items() if name != "temperature"}
+        try:
+            known = "max_length" not in options and not config.update(**options)
+            return settings_of(config).sampling if known else None
+        except ValueError:
+            return None
+
+    def _answer(self, asked: Sequence[_Asked], longest: int, quiet: bool) -> list[str]:
+        """Answer all requests by the engine, the longest first: if memory is short, then soon."""
+        engine = self._engine(longest, len(asked))
+        answers: list[list[int]] = [[] for _ in asked]
+        bar = tqdm(total=len(asked), disable=quiet or self.rank != 0, desc="generate_until")
+        ids, done = {}, [False] * len(asked)
+        for n in sorted(range(len(asked)), key=lambda n: -len(asked[n].context)):
+            ids[engine.submit(self._request(asked[n]))] = n
+
+        while not all(done):
+            for update in engine.step():
+                if update.finished == "error":
+                    raise RuntimeError(f"a request could not be answered: {update.error}")
+                answers[ids[update.id]].extend(update.tokens)
+                done[ids[update.id]] = update.finished is not None
+                bar.update(update.finished is not None)
+        bar.close()
+        return [self._text(each, tokens) for each, tokens in zip(asked, answers, strict=True)]
+
+    def _engine(self, longest: int, num_requests: int) -> Engine:
+        """An engine for requests of so many tokens, with as many slots as memory allows."""
+        auto = self.batch_size_per_gpu == "auto"
+        most = self.max_batch_size if auto else int(self.batch_size_per_gpu)
+        most = max(1, min(most, num_requests))
+
+        def make(slots: int) -> Engine:
+            return Engine(
+                self.model,
+                slots=slots,
+                max_length=max(longest, 2),
+                piece=PIECE,
+                max_waiting=num_requests,
+                tokenizer=self.tokenizer,
+            )
+
+        if not auto or self.device.type != "cuda":
+            return make(_cpu_batch_size(longest, most) if auto else most)
+        search = require("accelerate", "eval", "batch_size='auto'").find_executable_batch_size
+
+        @search(starting_batch_size=most)
+        def attempt(slots: int) -> Engine:
+            engine = make(slots)
+            list(engine.stream(Request(prompt=[1] * max(1, longest - 2), max_new_tokens=2)))
+            return engine
+
+        return attempt()
+
+    def _request(self, asked: _Asked) -> Request:
+        assert asked.sampling is not None
+        # The end of a text is a token of its own; as a string it would have to be looked for.
+        eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
+        draws = asked.sampling.temperature > 0
+        return Request(
+            prompt=asked.context,
+            max_new_tokens=asked.max_new_tokens,
+            sampling=asked.sampling,
+            # lm-eval seeds torch.
+            seed=int(torch.randint(2**62, ())) if draws else 0,
+            eos_token_ids=[self.eot_token_id],
+            stop=[text for text in asked.until if text and text != eos],
+        )
+
+    def _text(self, asked: _Asked, tokens: list[int]) -> str:
+        """The text of an answer, cut as lm-eval cuts it."""
+        end = self.think_end_token
+        if isinstance(end, int) and end in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+        text = self.tok_decode(tokens)
+        text = _harness.postprocess_generated_text(
+            generation=text.lstrip() if isinstance(end, int) else text,
+            stop=asked.until,
+            think_end_token=end if isinstance(end, str) else None,
+        )
+        self.cache_hook.add_partial("generate_until", (asked.text, asked.options), text)
+        return text
 
     def _generation_batch_size(self, length: int, num_requests: int) -> int:
-        """The largest batch, of at most so many, whose prompts of this length can be read."""
+        """The largest batch for `model.generate`, of at most so many prompts of this length."""
         most = max(1, min(self.max_batch_size, num_requests))
         if self.device.type != "cuda":
             return _cpu_batch_size(length, most)
@@ -156,26 +286,9 @@ class FracLM(HFLM):
             length = len(requests[pos][1]) + len(requests[pos][2])
         return _cpu_batch_size(length, self.max_batch_size)
 
-    def _model_generate(
-        self, context: Tensor, max_length: int, stop: list[str], **options: Any
-    ) -> Tensor:
-        if self._generator is None or options.get("do_sample"):
-            return super()._model_generate(context, max_length, stop, **options)
-        # The end of a text is a token of its own; as a string it would have to be looked for.
-        eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
-        texts = [text for text in stop if text != eos]
-        return self._generator.generate(
-            context,
-            max_new_tokens=max_length - context.shape[1],
-            attention_mask=options.get("attention_mask"),
-            eos_token_id=self.eot_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-            stop=StopStrings(self.tokenizer, texts) if texts else None,
-        )
-
 
 def _new_tokens(lm: FracLM, request: Any) -> int:
-    return request.args[1].get("max_gen_toks", lm.max_gen_toks)
+    return _harness.normalize_gen_kwargs(request.args[1], lm.max_gen_toks)["max_gen_toks"]
 
 
 def _cpu_batch_size(length: int, most: int) -> int:

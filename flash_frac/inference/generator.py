@@ -1,39 +1,37 @@
-"""Fast generation: the prompt in one parallel pass, then tokens from a CUDA graph.
+"""Generation of a batch: slots whose sequences begin together, one step after another.
 
-The kernels of a token are recorded once and replayed, and the chosen token goes from one replay to
-the next without the host. Models that cannot be recorded (see `graphs.Recorder`), on a CPU for
-instance, run the same calls one by one. Attention layers have their keys and values in buffers; a
-graph reads the part that is in use, rounded up, and another is recorded where that ends.
+What a batch is in and how it gets its next tokens is the engine's (`slots.Slots`): one graph for a
+number of rows, settings of sampling in tensors, and on a GPU tokens that are read while the next
+step is computed. Nobody comes or goes, so that prompts are read side by side in the slots
+themselves, in one parallel pass. Models that cannot be recorded (see `graphs.Recorder`), on a CPU
+for instance, run the same calls one by one.
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flash_frac.inference.graphs import Recorder
-from flash_frac.inference.sampling import GREEDY, SamplingSettings, choose
-from flash_frac.inference.state import check_model, empty_cache, num_real, pieces, read_tokens
+from flash_frac.inference.sampling import GREEDY, SamplingSettings, no_numbers
+from flash_frac.inference.slots import LONGEST_RECORDED, Sent, Slots
+from flash_frac.inference.state import check_model, empty_cache, num_real, pieces
 from flash_frac.inference.text import StopStrings
 from flash_frac.models import FracForCausalLM
+from flash_frac.models.buffers import rounded
 
 # The prompt is read in pieces of at most this many tokens, in memory that does not grow with it.
 PIECE = 16384
-# Longer pieces keep a GPU busy while the host prepares the next kernels, and need no graph.
-LONGEST_RECORDED = 4096
-# Tokens of an answer for which there is memory at first.
-FIRST_TOKENS = 256
-# How many replays pass between two looks at whether all sequences have ended.
-LOOK_EVERY = 32
 
 
 class Generator:
-    """Generates with one model, keeping the state of one batch and the graphs recorded for it.
+    """Generates with one model, keeping the slots of one batch and the graphs recorded for them.
 
-    A new batch size makes new states and graphs, and so does any change of the model but one of its
+    A new batch size makes new slots and graphs, and so does any change of the model but one of its
     weights in place. A length of prompt, up to LONGEST_RECORDED, is recorded when it comes up for
     the second time. Attention is torch's scaled_dot_product_attention or, for a token on a GPU,
     a kernel of ours, whatever the model's attn_implementation.
@@ -43,21 +41,32 @@ class Generator:
         max_length: tokens of prompt and answer for which attention layers get buffers at once, and
             beyond which calls are refused. None: as many as a call needs, rounded up; a longer one
             later gets new buffers, and graphs are recorded again.
+        late: read tokens one step late, while the device computes the next; None: on GPUs.
 
     Example:
         >>> generator = Generator(model)
         >>> ids = generator.generate(input_ids, max_new_tokens=100)
     """
 
-    def __init__(self, model: FracForCausalLM, *, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: FracForCausalLM,
+        *,
+        max_length: int | None = None,
+        late: bool | None = None,
+    ) -> None:
         check_model(model)
         if model.training:
             raise ValueError("model must be in eval mode; call model.eval()")
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length must be None or at least 1, got {max_length}")
-        self.model, self.max_length = model, max_length
+        self.model, self.max_length, self.late = model, max_length, late
+        self._sees_all = "attention" in (model.config.mixer_types or ())
         self._recorder = Recorder(model)
-        self._session: _Session | None = None
+        self._slots: Slots | None = None
+        # What was recorded of the model when the slots were made, and the number of the call.
+        self._bindings: object = None
+        self._turn = 0
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -68,7 +77,7 @@ class Generator:
         """
         return self._read(input_ids, attention_mask, 0).logits.clone()
 
-    def _read(self, ids: Tensor, mask: Tensor | None, num_new: int) -> _Session:
+    def _read(self, ids: Tensor, mask: Tensor | None, num_new: int) -> Slots:
         """Read prompts (B, T) from an empty state, with room for this many tokens after them."""
         mask = _check_prompts(ids, mask)
         needed = ids.shape[1] + num_new
@@ -78,11 +87,41 @@ class Generator:
                 f"{ids.shape[1]} tokens and {num_new} after them; make the Generator with that, "
                 "or None"
             )
-        session = self._open(ids.shape[0])
-        session.reset(needed)
+        self._turn += 1
+        slots = self._open(ids.shape[0], needed)
+        slots.clear()
+        counts = [0] * slots.num_rows
         for piece in pieces(ids, mask, PIECE):
-            session.read(*piece)
-        return session
+            self._read_piece(slots, counts, piece)
+            counts = [n + new for n, new in zip(counts, num_real(*piece), strict=True)]
+        return slots
+
+    def _open(self, batch: int, num_tokens: int) -> Slots:
+        """Slots for a batch; the last ones if they suit it, and the model as it is now."""
+        self._recorder.look()
+        bindings, slots = self._recorder.bindings, self._slots
+        # Only a recorded model is known to be as it was.
+        same = bindings is not None and bindings is self._bindings
+        enough = slots is not None and (slots.size >= num_tokens or not self._sees_all)
+        if slots is not None and same and enough and slots.num_rows == batch:
+            return slots
+        self._slots = slots = None
+        # Which lets go of the last ones, before there are others.
+        self._recorder.bind()
+        size = self.max_length or rounded(num_tokens)
+        slots = Slots(self.model, empty_cache(self.model, 1), batch, size)
+        self._recorder.bind(slots)
+        self._slots, self._bindings = slots, bindings
+        return slots
+
+    def _read_piece(self, slots: Slots, counts: list[int], inputs: tuple[Tensor, ...]) -> None:
+        """Read ids (B, T), and a mask if there is one, after `counts` tokens, by a graph or not."""
+        length, read = inputs[0].shape[1], partial(slots.read, None, counts)
+        if length > LONGEST_RECORDED:
+            read(*inputs)
+            return
+        kind = ("prompt", len(counts), length, len(inputs), slots.signature(counts, length))
+        self._recorder.run(kind, read, inputs)
 
     @torch.no_grad()
     def generate(
@@ -106,11 +145,16 @@ class Generator:
             eos_token_id: ends a sequence; when all have ended, generation stops. None: never.
             pad_token_id: fills the rest of sequences that have ended; by default eos_token_id.
             sampling: how tokens are chosen; the most likely ones by default.
-            seed: random seed for sampling; None for another one each time.
+            seed: random seed for sampling; None for another one each time. Every sequence has draws
+                of its own, by the seed and its row; the first one those of an engine's
+                `Request(seed=seed)`.
             stop: texts that end a sequence; padding follows them.
 
         Returns:
             (B, T + new) the prompts and what follows them.
+
+        Raises:
+            RuntimeError: the logits of a sequence are no numbers (NaN or infinite).
 
         Example:
             >>> sampling = SamplingSettings(temperature=0.8, top_p=0.95)
@@ -118,25 +162,14 @@ class Generator:
         """
         if stop is not None and eos_token_id is None and pad_token_id is None:
             pad_token_id = self.model.config.pad_token_id or 0
-        session = self._begin(
-            input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, sampling, seed
-        )
-        ends = eos_token_id is not None or stop is not None
-        every = LOOK_EVERY if stop is None else 1
-        if stop is not None:
-            session.end(stop.begin(session.token))
-        for count in range(1, max_new_tokens):
-            if ends and count % every == 0 and session.all_ended():
+        slots = self._begin(input_ids, max_new_tokens, attention_mask, sampling, seed)
+        ends = _Ends(slots.num_rows, eos_token_id, pad_token_id, stop)
+        columns = []
+        for chosen in self._chosen(slots, max_new_tokens):
+            columns.append(ends.take(chosen))
+            if all(ends.ended):
                 break
-            session.advance()
-            if stop is not None:
-                session.end(stop.add(session.token))
-        new = session.chosen[:, : int(session.position)]
-        if eos_token_id is not None and stop is None:
-            # Up to the last end of a sequence: what was chosen between two looks is padding.
-            found = new == eos_token_id
-            lengths = torch.where(found.any(1), found.int().argmax(1) + 1, new.shape[1])
-            new = new[:, : int(lengths.max())]
+        new = torch.tensor(columns, dtype=input_ids.dtype).T
         return torch.cat([input_ids, new.to(input_ids.device)], 1)
 
     @torch.no_grad()
@@ -153,49 +186,51 @@ class Generator:
     ) -> Iterator[Tensor]:
         """The tokens (B,) of `generate` as they come. Another call on this generator ends it.
 
+        On a GPU a token comes when the one after it is being computed.
+
         Example: `for token in generator.stream(ids, max_new_tokens=100): print(token)`
         """
-        session = self._begin(
-            input_ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, sampling, seed
-        )
-        turn = session.turn
-        for count in range(max_new_tokens):
-            if session.turn != turn or session is not self._session:
-                raise RuntimeError("the generator was used again while this stream was running")
-            if count:
-                session.advance()
-            yield session.token[:, 0].clone()
-            if eos_token_id is not None and session.all_ended():
+        slots = self._begin(input_ids, max_new_tokens, attention_mask, sampling, seed)
+        ends = _Ends(slots.num_rows, eos_token_id, pad_token_id, None)
+        for chosen in self._chosen(slots, max_new_tokens):
+            yield torch.tensor(ends.take(chosen), device=slots.device)
+            if all(ends.ended):
                 return
 
     def _begin(
         self,
-        input_ids: Tensor,
+        ids: Tensor,
         max_new_tokens: int,
-        attention_mask: Tensor | None,
-        eos: int | None,
-        pad: int | None,
+        mask: Tensor | None,
         sampling: SamplingSettings,
         seed: int | None,
-    ) -> _Session:
-        """Read the prompts and choose their first tokens."""
+    ) -> Slots:
+        """Read the prompts, and let their sequences choose by these settings."""
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        session = self._read(input_ids, attention_mask, max_new_tokens)
-        session.begin(max_new_tokens, eos, pad, sampling, seed)
+        slots = self._read(ids, mask, max_new_tokens)
+        slots.settings.set_all(sampling, seed)
         if sampling.repetition_penalty != 1:
-            session.mark_seen(input_ids, attention_mask)
-        session.choose()
-        return session
+            slots.mark_seen(ids, mask)
+        return slots
 
-    def _open(self, batch: int) -> _Session:
-        self._recorder.look()
-        if self._session is None or not self._session.fits(batch):
-            self._session = None
-            # Tensors made in inference mode could not be written outside it.
-            with torch.inference_mode(False):
-                self._session = _Session(self._recorder, batch, self.max_length)
-        return self._session
+    def _chosen(self, slots: Slots, num_steps: int) -> Iterator[list[int]]:
+        """The tokens (B,) of each step; late, those of the next are then being computed."""
+        num, turn = slots.num_rows, self._turn
+        late = slots.device.type == "cuda" if self.late is None else self.late
+        ahead: Sent | None = None
+        for step in range(num_steps):
+            if self._turn != turn:
+                raise RuntimeError("the generator was used again while this stream was running")
+            due = ahead or (self._advance(slots) if step else Sent(slots.choose(num)))
+            ahead = self._advance(slots) if late and step + 1 < num_steps else None
+            yield due.get()[0].tolist()
+
+    def _advance(self, slots: Slots) -> Sent:
+        num = slots.num_rows
+        chosen = self._recorder.run(("step", num), partial(slots.advance, num))
+        assert chosen is not None
+        return Sent(chosen)
 
 
 def _check_prompts(ids: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -215,118 +250,32 @@ def _check_prompts(ids: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if bool((mask != 0).all()) else mask
 
 
-class _Session:
-    """The state of a batch, and what goes in and out of its graphs."""
+class _Ends:
+    """Which sequences have ended.
 
-    def __init__(self, recorder: Recorder, batch: int, max_length: int | None) -> None:
-        self.recorder, self.model, self.batch = recorder, recorder.model, batch
-        self.bindings = recorder.bindings
-        head = self.model.lm_head.weight
-        self.device = head.device
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-        # Not by the head's new_zeros, which a quantised weight does not have.
-        self.logits = torch.zeros(batch, head.shape[0], dtype=torch.float32, device=head.device)
-        self.ended = torch.zeros(batch, 1, dtype=torch.bool, device=self.device)
-        self.position = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.chosen = self.token.new_zeros(batch, FIRST_TOKENS)
-        self.ends: tuple[int | None, int | None] = (None, None)
-        self.sampling, self.turn = GREEDY, 0
-        self.random = torch.Generator(self.device)
-        self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
-        self.cache = empty_cache(self.model, batch)
-        if max_length is not None:
-            self.cache.reserve(max_length, size=max_length)
-        self._bind()
+    Args:
+        batch: B.
+        eos, pad, stop: as in `Generator.generate`.
+    """
 
-    def fits(self, batch: int) -> bool:
-        """Whether this memory still suits the model, which only a recorded one is known to do."""
-        same = self.bindings is not None and self.bindings is self.recorder.bindings
-        return same and self.batch == batch
-
-    def _bind(self) -> None:
-        # All tensors of a session live as long as its cache; the list of chosen ones may grow.
-        self.recorder.bind(self.cache, self.chosen, self.cache.full)
-
-    def reset(self, num_tokens: int) -> None:
-        """Begin with an empty state, and room for this many tokens."""
-        self.cache.clear()
-        if self.cache.reserve(num_tokens):
-            self._bind()
-        self.turn += 1
-
-    def read(self, *inputs: Tensor) -> None:
-        """Take ids (B, T), and a mask, into the state; keep the logits after the last."""
-        length = inputs[0].shape[1]
-        if length > LONGEST_RECORDED:
-            self._forward(*inputs)
-        else:
-            kind = ("prompt", self.batch, length, len(inputs), self.cache.signature(length))
-            self.recorder.run(kind, self._forward, inputs)
-        self.cache.took(num_real(*inputs))
-
-    def begin(
-        self,
-        num_tokens: int,
-        eos: int | None,
-        pad: int | None,
-        sampling: SamplingSettings,
-        seed: int | None,
+    def __init__(
+        self, batch: int, eos: int | None, pad: int | None, stop: StopStrings | None
     ) -> None:
-        """Make ready for a generation: the tokens chosen go to `chosen`, which holds as many."""
-        self.ends, self.sampling = (eos, pad), sampling
-        if self.chosen.shape[1] < num_tokens:
-            # Powers of two, because graphs are recorded again when it grows.
-            with torch.inference_mode(False):
-                size = 1 << (num_tokens - 1).bit_length()
-                self.chosen = self.token.new_zeros(self.batch, size)
-            self._bind()
-        if seed is None:
-            self.random.seed()
-        else:
-            self.random.manual_seed(seed)
-        self.ended.zero_()
-        self.position.zero_()
-        self.seen.zero_()
+        self.ended = [False] * batch
+        self._eos, self._filler, self._stop = eos, eos if pad is None else pad, stop
+        if stop is not None:
+            stop.watch(batch)
 
-    def mark_seen(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Let the repetition penalty apply to the tokens (B, T) of the prompts."""
-        real = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype)
-        counts = torch.zeros_like(self.seen, dtype=torch.long)
-        counts.scatter_add_(1, ids.to(self.device), real.to(self.device))
-        self.seen.copy_(counts > 0)
+    def take(self, chosen: list[int]) -> list[int]:
+        """The next tokens (B,), with padding where a sequence has ended before."""
+        return [self._take_one(row, token) for row, token in enumerate(chosen)]
 
-    def end(self, ended: Tensor) -> None:
-        """End the sequences where `ended` (B,) is True."""
-        self.ended.logical_or_(ended.to(self.device)[:, None])
-
-    def advance(self) -> None:
-        """One more token."""
-        # A graph holds the values of the settings.
-        kind = ("token", self.batch, self.ends, self.sampling, self.cache.signature(1))
-        self.recorder.run(kind, self._step, random=self.random)
-        self.cache.took([1] * self.batch)
-
-    def all_ended(self) -> bool:
-        return bool(self.ended.all())
-
-    def _forward(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        self.logits.copy_(read_tokens(self.model, self.cache, ids, mask))
-
-    def _step(self) -> None:
-        self._forward(self.token)
-        self.choose()
-
-    def choose(self) -> None:
-        """The next token, from the logits to the list of chosen ones and to the model's input."""
-        token = choose(self.logits, self.sampling, seen=self.seen, generator=self.random)[:, None]
-        eos, pad = self.ends
-        filler = eos if pad is None else pad
-        if filler is not None:
-            token = torch.where(self.ended, filler, token)
-        if eos is not None:
-            self.ended.logical_or_(token == eos)
-        if self.sampling.repetition_penalty != 1:
-            self.seen.scatter_(1, token, True)
-        self.token.copy_(token)
-        self.chosen.index_copy_(1, self.position, token)
-        self.position += 1
+    def _take_one(self, row: int, token: int) -> int:
+        if self.ended[row]:
+            assert self._filler is not None
+            return self._filler
+        if token < 0:
+            raise no_numbers(row)
+        if token == self._eos or (self._stop is not None and self._stop.ends(row, token)):
+            self.ended[row] = True
+        return token

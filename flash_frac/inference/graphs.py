@@ -30,7 +30,6 @@ class Graph:
     """A function of tensors, recorded and not run; inputs and output have fixed addresses.
 
     Args:
-        random: generator that the function draws from; replays go on from its state.
         other: a graph to share memory with; the two must never run at the same time.
     """
 
@@ -40,13 +39,12 @@ class Graph:
         inputs: Sequence[Tensor],
         device: torch.device,
         *,
-        random: torch.Generator | None = None,
         other: Graph | None = None,
     ) -> None:
         # Tensors made in inference mode cannot be written outside it.
         with torch.inference_mode(False):
             self._inputs = [x.to(device, copy=True) for x in inputs]
-        self._output = self._record(function, device, random, other)
+        self._output = self._record(function, device, other)
 
     def __call__(self, *inputs: Tensor) -> Tensor | None:
         for mine, given in zip(self._inputs, inputs, strict=True):
@@ -59,12 +57,9 @@ class Graph:
         self,
         function: Callable[..., Tensor | None],
         device: torch.device,
-        random: torch.Generator | None,
         other: Graph | None,
     ) -> Tensor | None:
         self._graph = torch.cuda.CUDAGraph()
-        if random is not None:
-            self._graph.register_generator_state(random)
         recording = torch.cuda.graph(
             self._graph,
             pool=None if other is None else other._graph.pool(),
@@ -137,16 +132,14 @@ class Recorder:
         inputs: Sequence[Tensor] = (),
         *,
         variant: Hashable = None,
-        random: torch.Generator | None = None,
     ) -> Tensor | None:
         """What `function(*inputs)` returns.
 
         Args:
             kind: names the function and the shapes of its inputs.
             function: reads and writes tensors of the model, of the objects that were bound and of
-                its inputs; waits for no device.
+                its inputs; waits for no device and draws from no generator of torch's.
             variant: tells functions of one kind apart that differ in addresses alone.
-            random: the generator that the function draws from, if it does.
         """
         if not self._holds():
             return function(*inputs)
@@ -160,7 +153,7 @@ class Recorder:
             while len(self._graphs) >= (self.most_graphs or MOST_GRAPHS):
                 del self._graphs[next(iter(self._graphs))]
             device, others = self.model.lm_head.weight.device, iter(self._graphs.values())
-            graph = Graph(function, inputs, device, random=random, other=next(others, None))
+            graph = Graph(function, inputs, device, other=next(others, None))
         # Last in order: the first is then the one that was not used for longest.
         self._graphs[key] = graph
         return graph(*inputs)

@@ -18,14 +18,12 @@ from torch import Tensor
 from flash_frac.inference.graphs import Recorder
 from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.scheduling import Job, Piece, next_piece, rounded_length, rounded_rows
-from flash_frac.inference.slots import Slots, floats, pinned, upload
+from flash_frac.inference.slots import LONGEST_RECORDED, Sent, Slots, floats, pinned, upload
 from flash_frac.inference.state import empty_cache
 from flash_frac.models import FracForCausalLM
 
 # Prompts that are read side by side at most.
 STAGING_ROWS = 8
-# Longer pieces keep a GPU busy while the host prepares the next kernels, and need no graph.
-LONGEST_RECORDED = 4096
 # Graphs that are kept: those of steps, and those of pieces of many shapes.
 MOST_GRAPHS = 128
 # Columns of keys that the shortest pieces look at; longer ones at 2, 4, 8, ... times as many.
@@ -54,17 +52,17 @@ class _Launched(NamedTuple):
     """
 
     jobs: Sequence[Job | None]
-    chosen: Tensor
+    chosen: Sent
     asking: Sequence[Job]
-    top: Tensor | None
+    top: Sent | None
 
     def tokens(self) -> list[Token]:
-        tokens, logprobs = self.chosen[0].tolist(), floats(self.chosen[1])
+        chosen = self.chosen.get()
+        tokens, logprobs = chosen[0].tolist(), floats(chosen[1])
         tops: dict[Job, Top] = {}
         if self.top is not None:
-            for job, ids, values in zip(
-                self.asking, self.top[0].tolist(), floats(self.top[1]), strict=True
-            ):
+            top = self.top.get()
+            for job, ids, values in zip(self.asking, top[0].tolist(), floats(top[1]), strict=True):
                 pairs = zip(ids, values, strict=True)
                 tops[job] = tuple(pairs)[: job.request.logprobs]
         return [
@@ -109,8 +107,6 @@ class Runner:
         self.num_running = self.num_read = self.num_steps = 0
         self._new: list[_Launched] = []
         self._due: list[_Launched] = []
-        # When the tokens of `_new` and of `_due` will be on the host.
-        self._events: tuple[torch.cuda.Event | None, ...] = (None, None)
 
     @property
     def nbytes(self) -> int:
@@ -215,26 +211,14 @@ class Runner:
             self._join([job for job in piece.jobs if not job.num_unread])
         if self.num_running:
             self._advance()
-        self._events = (self._record_event() if self._new else None, self._events[1])
 
     def collect(self) -> list[Token]:
         """Tokens that are there, or should be: waits for them."""
         if self._late and self._new:
             ready, self._due, self._new = self._due, self._new, []
-            event, self._events = self._events[1], (None, self._events[0])
         else:
             ready, self._due, self._new = self._due + self._new, [], []
-            event, self._events = self._events[0] or self._events[1], (None, None)
-        if event is not None:
-            event.synchronize()
         return [token for launched in ready for token in launched.tokens()]
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        if self._slots.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def _read(self, piece: Piece) -> None:
         """Read the next tokens of prompts, side by side and behind padding."""
@@ -345,9 +329,8 @@ class Runner:
         top, askers = None, [jobs[row] for row in asking]
         if asking:
             most = max(job.request.logprobs or 0 for job in askers if job is not None)
-            top = slots.most_likely(asking, most).to("cpu", non_blocking=True)
-        chosen = chosen.to("cpu", non_blocking=True)
-        self._new.append(_Launched(jobs, chosen, askers, top))  # pyright: ignore[reportArgumentType]
+            top = Sent(slots.most_likely(asking, most))
+        self._new.append(_Launched(jobs, Sent(chosen), askers, top))  # pyright: ignore[reportArgumentType]
 
 
 def _is_recorded(length: int, most: int) -> bool:

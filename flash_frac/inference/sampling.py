@@ -8,10 +8,12 @@ Letters: B batch, V vocabulary.
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,6 +186,14 @@ class SlotSettings:
         given = given.to(self.table.device, non_blocking=True)
         self.table.index_copy_(0, given.view(torch.int64)[:, 0], given[:, 2:])
 
+    def set_all(self, settings: SamplingSettings, seed: int | None) -> None:
+        """`set` for the sequences of a batch, which draw by `seeds_of_rows`.
+
+        Example: `settings.set_all(SamplingSettings(temperature=0.8), seed=7)`
+        """
+        num = len(self)
+        self.set_rows(range(num), [settings] * num, seeds_of_rows(seed, num))
+
     def move(self, source: int, target: int) -> None:
         """Copy the settings of a slot, and how far it has drawn, into another one."""
         self._check(source)
@@ -209,6 +219,30 @@ def _pack(row: int, settings: SamplingSettings, seed: int, drawn: int) -> bytes:
     # So large that more makes no difference, and far enough from where float32 and int32 end.
     numbers, top_k = [min(x, 1e30) for x in numbers], min(settings.top_k, 2**30)
     return struct.pack("=q4f2i2q", row, *numbers, top_k, 0, seed, drawn)
+
+
+def seeds_of_rows(seed: int | None, num: int) -> list[int]:
+    """Random seeds of the sequences of a batch, the first of which has the seed itself.
+
+    Args:
+        seed: an integer of 64 bits with a sign; None for others each time.
+        num: sequences.
+
+    Example: `settings.set_rows(range(4), [sampling] * 4, seeds_of_rows(7, 4))`
+    """
+    if seed is None:
+        return [secrets.randbits(63) for _ in range(num)]
+    # Not seed + row: the batches of two seeds would have sequences in common.
+    others = np.random.SeedSequence(seed % 2**64).generate_state(num, np.uint64) >> np.uint64(1)
+    return [seed, *others.tolist()[1:]]
+
+
+def no_numbers(row: int) -> RuntimeError:
+    """The error for a sequence of a batch whose token is -1."""
+    return RuntimeError(
+        f"the logits of sequence {row} are no numbers (NaN or infinite); look at the model's "
+        "weights, or give it another dtype"
+    )
 
 
 def choose_each(

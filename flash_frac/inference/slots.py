@@ -22,6 +22,9 @@ from flash_frac.models.slot_cache import SlotCache
 
 # Columns of any buffer.
 EVERYTHING = 2**62
+# Longer pieces of prompts keep a GPU busy while the host prepares the next kernels, and need no
+# graph.
+LONGEST_RECORDED = 4096
 
 
 class Slots:
@@ -65,6 +68,11 @@ class Slots:
         others = (self.token, self.logits, self.seen, self.used)
         return self.cache.claimed + sum(x.nbytes for x in others)
 
+    def clear(self) -> None:
+        """Let every row be in use, and hold no token."""
+        self.cache.clear()
+        self.used.fill_(True)
+
     def _first(self, num: int) -> tuple[SlotCache, SlotSettings]:
         """Cache and settings of the first rows, always the same objects."""
         if num not in self._views:
@@ -94,6 +102,12 @@ class Slots:
         cache.counts, cache.fixed_room = list(counts), room
         self.logits[: len(ids)] = read_tokens(self.model, cache, ids, mask)
 
+    def signature(self, counts: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """What `read` of T tokens takes from the host if no room is given: a graph for each."""
+        cache, _ = self._first(len(counts))
+        cache.counts, cache.fixed_room = list(counts), None
+        return cache.signature(num_tokens)
+
     def choose(self, num: int) -> Tensor:
         """The next tokens of the first rows: (2, num) int32, tokens and bits of their logprobs.
 
@@ -111,6 +125,17 @@ class Slots:
         if sampling.repetition_penalty != 1:
             self.seen[row].zero_()
             self.seen[row].index_fill_(0, upload(prompt, self.device), True)
+
+    def mark_seen(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Let the repetition penalty apply to ids (B, T) of all rows, and to no others.
+
+        Args:
+            mask: (B, T), 0 at padding, which does not count; None if there is none.
+        """
+        real = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype)
+        counts = torch.zeros_like(self.seen, dtype=ids.dtype)
+        counts.scatter_add_(1, ids.to(self.device), real.to(self.device))
+        self.seen.copy_(counts > 0)
 
     def copy_row(
         self, row: int, source: Slots, source_row: int, num_tokens: int | None = None
@@ -133,6 +158,26 @@ class Slots:
         logprobs = self.logits[upload(rows, self.device)].log_softmax(-1)
         values, tokens = logprobs.topk(min(num, logprobs.shape[1]))
         return torch.stack([tokens.int(), values.view(torch.int32)])
+
+
+class Sent:
+    """A tensor on its way to the host; nothing waits for it before it is wanted.
+
+    Example: `sent = Sent(slots.advance(8)); launch_more(); sent.get()`
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy = x.to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if x.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(x.device))
+
+    def get(self) -> Tensor:
+        """The tensor on the host, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
 
 
 def pinned(values: Any, device: torch.device) -> Tensor:

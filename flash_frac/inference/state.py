@@ -120,6 +120,17 @@ class StreamMark:
         )
 
 
+def find_mark(marks: Sequence[StreamMark], mark: StreamMark | None) -> int:
+    """The position of a mark, or of the last one, among those of a stream."""
+    found = [n for n, mine in enumerate(marks) if mark is None or mine is mark]
+    if not found:
+        raise ValueError(
+            f"mark must be one that this stream has, got {mark} and {len(marks)} marks; rollback "
+            "and release drop the marks after theirs"
+        )
+    return found[-1]
+
+
 def check_model(model: object) -> None:
     """ValueError unless this is a FracForCausalLM itself, with its weights at hand."""
     if not isinstance(model, FracForCausalLM):

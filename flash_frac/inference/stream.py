@@ -3,6 +3,12 @@
 A Frac model carries what it has read in a recurrent state and a convolution's window per layer. A
 `FracStream` holds them with the logits of the next token: it reads on, generates, is copied, wound
 back, moved through time and kept in a file, whatever the number of tokens that came before.
+
+A stream is a slot that one holds. It shares the engine's cache, recorder, way to read tokens and
+choice of tokens: a seed draws what it draws in an engine. It has no row of `Slots`, for three
+reasons. Its logits may be changed before a token is chosen, and a slot's step chooses in the graph.
+A step that fails has not happened, and so writes to a second copy of the state. Keys and values
+grow, and marks share them.
 Letters: B sequences, T time, V vocabulary, H heads, M modes, D head channels, I = H D, K taps.
 """
 
@@ -19,11 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from flash_frac.inference.graphs import Recorder
-from flash_frac.inference.sampling import SamplingSettings, choose
+from flash_frac.inference.sampling import SamplingSettings, SlotSettings, choose_each, no_numbers
 from flash_frac.inference.state import (
     StreamMark,
     check_model,
     empty_cache,
+    find_mark,
     let_pass,
     padding_mask,
     read_one,
@@ -32,11 +39,12 @@ from flash_frac.inference.state import (
 )
 from flash_frac.inference.storage import read_mark, write_mark
 from flash_frac.inference.text import (
-    CONTEXT,
     Inputs,
     StopStrings,
     TextTail,
     end_ids,
+    skip_each,
+    take_each,
     text_decoder,
     to_ids,
 )
@@ -144,9 +152,7 @@ class FracStream:
             )
         tails = self._now.tails
         if self._decode is not None:
-            rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
-            ends = (row[-count:] if count else [] for row, count in rows)
-            tails = tuple(t.skip(x, self._decode) for t, x in zip(tails, ends, strict=True))
+            tails = skip_each(tails, ids, counts, self._decode)
         self._recorder.look()
         self._read(ids, counts, tails)
         return self
@@ -172,9 +178,13 @@ class FracStream:
             max_new_tokens: how many at most; None for no bound.
             temperature, top_k, top_p, min_p, repetition_penalty: of `SamplingSettings`; the penalty
                 is for all tokens of the stream.
-            seed: random seed of this call; None to draw from torch's default generator.
+            seed: random seed of this call; None to draw one from torch's default generator. Every
+                sequence has draws of its own, as in `Generator.generate`.
             eos: whether the model's end token ends a sequence, or which ids do. They are read, too.
             stop: texts that end a sequence; they are read and yielded.
+
+        Raises:
+            RuntimeError: the logits of a sequence are no numbers (NaN or infinite).
 
         Yields:
             With a tokenizer text, a str (a list of B for B > 1), as soon as its letters are whole:
@@ -207,19 +217,16 @@ class FracStream:
             raise ValueError(f"max_new_tokens must be None or at least 1, got {max_new_tokens}")
         if isinstance(stop, str) or not all(stop) or (stop and self.tokenizer is None):
             raise ValueError(f"stop must be a list of texts and needs a tokenizer, got {stop!r}")
-        device = self._known_logits().device
-        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        settings = SlotSettings.empty(self.batch_size, self._known_logits().device)
+        if seed is None and sampling.temperature > 0:
+            seed = int(torch.randint(2**63 - 1, ()))
+        settings.set_all(sampling, seed)
         ends = end_ids(eos, self.model, self.tokenizer)
         stops = StopStrings(self.tokenizer, stop) if stop else None
-        return self._tokens(sampling, max_new_tokens, generator, ends, stops)
+        return self._tokens(settings, max_new_tokens, ends, stops)
 
     def _tokens(
-        self,
-        sampling: SamplingSettings,
-        limit: int | None,
-        generator: torch.Generator | None,
-        ends: list[int],
-        stops: StopStrings | None,
+        self, settings: SlotSettings, limit: int | None, ends: list[int], stops: StopStrings | None
     ) -> Iterator[Any]:
         pad = self.model.config.pad_token_id
         filling = pad if pad is not None else next(iter(ends), 0)
@@ -228,13 +235,15 @@ class FracStream:
             stops.watch(self.batch_size)
         self._recorder.look()
         while number != limit and any(alive):
-            ids = choose(self._known_logits(), sampling, seen=self._now.seen, generator=generator)
+            # Marks share `seen`, in which the choice marks tokens.
+            ids, _ = choose_each(self._known_logits(), settings, seen=self._now.seen.clone())
             if not all(alive):
                 ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
             tokens, shown, tails = ids.tolist(), [""] * len(alive), list(self._now.tails)
+            if min(tokens) < 0:
+                raise no_numbers(tokens.index(-1))
             if self._decode is not None:
-                for row in (n for n, lives in enumerate(alive) if lives):
-                    shown[row], tails[row] = tails[row].take(tokens[row], self._decode)
+                shown = take_each(tails, tokens, alive, self._decode)
             # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
             self._read(ids[:, None], alive, tuple(tails))
             alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
@@ -254,13 +263,13 @@ class FracStream:
 
     def rollback(self, mark: StreamMark | None = None) -> FracStream:
         """Be again, to the bit, as at a mark, by default the last; those after it are dropped."""
-        del self._marks[self._index(mark) + 1 :]
+        del self._marks[find_mark(self._marks, mark) + 1 :]
         self._commit(self._draft(self._marks[-1]))
         return self
 
     def release(self, mark: StreamMark | None = None) -> FracStream:
         """Drop a mark, by default the last, and those after it; the stream stays as it is."""
-        del self._marks[self._index(mark) :]
+        del self._marks[find_mark(self._marks, mark) :]
         return self
 
     def fork(self) -> FracStream:
@@ -385,13 +394,3 @@ class FracStream:
                 "token and after advance; feed at least one token"
             )
         return self._now.logits
-
-    def _index(self, mark: StreamMark | None) -> int:
-        """The position of a mark among those of this stream."""
-        found = [n for n, mine in enumerate(self._marks) if mark is None or mine is mark]
-        if not found:
-            raise ValueError(
-                f"mark must be one that this stream has, got {mark} and "
-                f"{len(self._marks)} marks; rollback and release drop the marks after theirs"
-            )
-        return found[-1]

@@ -170,6 +170,25 @@ class TextTail:
         return text[self.shown :], TextTail(kept, len(decode(kept)))
 
 
+def skip_each(
+    tails: Sequence[TextTail], ids: Tensor, counts: Sequence[int], decode: Decode
+) -> tuple[TextTail, ...]:
+    """The tails of B sequences after ids (B, T), of each the last `counts`; none are shown."""
+    rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
+    ends = (row[-count:] if count else [] for row, count in rows)
+    return tuple(tail.skip(end, decode) for tail, end in zip(tails, ends, strict=True))
+
+
+def take_each(
+    tails: list[TextTail], tokens: Sequence[int], alive: Sequence[int], decode: Decode
+) -> list[str]:
+    """What there is to show after a token of each sequence that lives; replaces their tails."""
+    shown = [""] * len(tails)
+    for row in (n for n, lives in enumerate(alive) if lives):
+        shown[row], tails[row] = tails[row].take(tokens[row], decode)
+    return shown
+
+
 class StopStrings:
     """Watches sequences for texts that end them, such as "\\n\\n"; prompts do not count.
 
@@ -186,15 +205,6 @@ class StopStrings:
     def watch(self, batch_size: int) -> None:
         """Watch new sequences."""
         self._tails, self._ends = [TextTail()] * batch_size, [""] * batch_size
-
-    def begin(self, token: Tensor) -> Tensor:
-        """Watch new sequences, from their first tokens (B, 1) on."""
-        self.watch(token.shape[0])
-        return self.add(token)
-
-    def add(self, token: Tensor) -> Tensor:
-        """Which sequences (B,) have one of the texts at their end, now that these tokens came."""
-        return torch.tensor([self.ends(row, new) for row, new in enumerate(token[:, 0].tolist())])
 
     def ends(self, row: int, token: int) -> bool:
         """Whether a sequence has one of the texts at its end, now that this token came."""

@@ -71,6 +71,13 @@ class SlotCache(BufferedCache):
         return view
 
     @torch.no_grad()
+    def clear(self) -> None:
+        """Hold no token, and nothing but zeros."""
+        for x in (*self.stacks, *self.column_stacks, self.lengths):
+            x.zero_()
+        self.counts = [0] * self.batch_size
+
+    @torch.no_grad()
     def clear_row(self, row: int) -> None:
         """Hold no token in a row, and nothing but zeros."""
         for x in (*self.stacks, *self.column_stacks):

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flash_frac.data import byte_tokenizer
-from flash_frac.evals import harness
+from flash_frac.evals import harness, language_model
 from flash_frac.evals.language_model import CPU_TOKENS, FracLM
 from flash_frac.evals.suites import SUITES
 from tests.evals.known import request, tiny_frac
@@ -26,8 +26,8 @@ def prompts(texts, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_layers": [1]}], ids=["frac", "hybrid"])
-def test_padded_generation_equals_unpadded(options):
-    """In one batch, shorter prompts are padded on the left; one by one they are not."""
+def test_requests_do_not_depend_on_each_other(options):
+    """Together, as prompts of all lengths, and one by one."""
     model, tokenizer = tiny_frac(**options), byte_tokenizer()
     together = FracLM(model, tokenizer=tokenizer, batch_size=4).generate_until(prompts(TEXTS))
     alone = FracLM(model, tokenizer=tokenizer, batch_size=1).generate_until(prompts(TEXTS))
@@ -35,15 +35,67 @@ def test_padded_generation_equals_unpadded(options):
 
 
 def test_generation_is_that_of_transformers(checkpoint):
-    """Our generator and `generate` give the same text, with texts that end it and without."""
-    ours, theirs = (FracLM(str(checkpoint), batch_size=2) for _ in range(2))
-    theirs._generator = None
+    """Our engine and `generate` give the same text, with texts that end it and without."""
+    # Theirs one by one: the penalty would apply to padding, too.
+    ours, theirs = (FracLM(str(checkpoint), batch_size=size) for size in (2, 1))
+    theirs._has_engine = False
     plain = ours.generate_until(prompts(TEXTS))
     assert plain == theirs.generate_until(prompts(TEXTS))
     ending = plain[1][4:6]
+    for options in (
+        {"until": [ending]},
+        {"until": ending, "max_new_tokens": 9},
+        {"repetition_penalty": 1.7, "temperature": 0.0},
+    ):
+        found = ours.generate_until(prompts(TEXTS, **options))
+        assert found == theirs.generate_until(prompts(TEXTS, **options)) != plain
     stopped = ours.generate_until(prompts(TEXTS, until=[ending]))
-    assert stopped == theirs.generate_until(prompts(TEXTS, until=[ending]))
     assert stopped[1] == plain[1].split(ending)[0]
+    mixed = prompts(TEXTS[:2], until=[ending]) + prompts(TEXTS[2:])
+    assert ours.generate_until(mixed) == stopped[:2] + plain[2:]
+
+
+def test_all_requests_are_submitted_at_once(checkpoint, monkeypatch):
+    """With as many slots as the batch is large; what the engine lacks is left to `generate`."""
+    made, waiting = [], []
+
+    class Watched(language_model.Engine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(options["slots"])
+
+        def step(self):
+            waiting.append(self.stats().waiting)
+            return super().step()
+
+    monkeypatch.setattr(language_model, "Engine", Watched)
+    lm = FracLM(str(checkpoint), batch_size=2)
+    assert len(lm.generate_until(prompts(TEXTS))) == 4
+    assert made == [2] and waiting[0] == 4
+    assert len(lm.generate_until(prompts(TEXTS, num_beams=2))) == 4
+    assert made == [2]
+
+
+def test_sampling_is_seeded_by_torch(checkpoint):
+    lm = FracLM(str(checkpoint), batch_size=4)
+    asked = prompts(TEXTS, do_sample=True, temperature=1.0)
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(lm.generate_until(asked))
+    assert found[0] == found[1] != found[2]
+
+
+def test_an_end_of_thinking(checkpoint):
+    """As a token and as a text: what comes after its last place."""
+    lm = FracLM(str(checkpoint), batch_size=4)
+    text = lm.generate_until(prompts(TEXTS[:1]))[0]
+    letter = next(x for x in text[2:-1] if x.isascii() and x.isprintable())
+    lm.think_end_token = letter
+    expected = text.split(letter)[-1].lstrip()
+    assert lm.generate_until(prompts(TEXTS[:1]))[0] == expected != text
+    lm.think_end_token = lm.tok_encode(letter)[-1]
+    assert lm.generate_until(prompts(TEXTS[:1]))[0] == expected
 
 
 def test_right_padding_does_not_change_likelihoods(checkpoint):
@@ -64,8 +116,26 @@ def test_auto_on_a_cpu_bounds_the_tokens_of_a_batch(checkpoint):
     assert lm.generate_until(prompts(TEXTS)) and lm.batch_size == "auto"
 
 
-def test_auto_takes_fewer_rows_until_they_fit(checkpoint):
-    """The search on a GPU, with a memory that holds five prompts."""
+def test_auto_takes_fewer_rows_until_they_fit(checkpoint, monkeypatch):
+    """The search on a GPU, with a memory that holds five sequences."""
+    tried = []
+
+    class Small(language_model.Engine):
+        def __init__(self, *args, **options):
+            tried.append(options["slots"])
+            if tried[-1] > 5:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(language_model, "Engine", Small)
+    lm = FracLM(str(checkpoint), batch_size="auto")
+    lm._device = SimpleNamespace(type="cuda")
+    engine = lm._engine(32, 99)
+    assert tried[0] == 64 and engine.slots == tried[-1] <= 5
+    assert engine.stats().finished["length"] == 1
+
+
+def test_other_models_take_fewer_rows_until_they_fit(checkpoint):
     tried = []
 
     class Small(FracLM):

@@ -18,6 +18,10 @@ SUITE = SUITES["niah"]
 class Copyist(FracLM):
     """Generates the value of the first needle in its prompt, token by token as models do."""
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._has_engine = False
+
     def _model_generate(self, context, max_length, stop, *, attention_mask, **options):
         answers = []
         for row, mask in zip(context, attention_mask, strict=True):

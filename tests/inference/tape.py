@@ -16,13 +16,10 @@ from flash_frac.inference.graphs import Graph
 class Tape(Graph):
     """A `Graph` on the CPU."""
 
-    def _record(self, function, device, random, other):
-        state = None if random is None else random.get_state()
+    def _record(self, function, device, other):
         with torch.inference_mode(False), _Recording() as recording:
             output = function(*self._inputs)
         recording.undo()
-        if random is not None:
-            random.set_state(state)
         self._steps = recording.steps
         return output
 

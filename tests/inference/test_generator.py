@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flash_frac.inference.generator
-from flash_frac.inference import Generator, StopStrings
-from flash_frac.inference.sampling import SamplingSettings, choose
+from flash_frac.inference import Engine, Generator, Request, SamplingSettings, StopStrings
+from flash_frac.inference.sampling import SlotSettings, choose_each, seeds_of_rows
 from tests.models.conftest import make_model
 from tests.models.hybrids import close, make_hybrid
 
@@ -57,12 +57,14 @@ def test_pieces(model, ids, monkeypatch):
     assert torch.equal(Generator(model).generate(ids, max_new_tokens=LENGTH), expected)
 
 
-@pytest.mark.parametrize("look_every", [1, 7, 100])
-def test_ending(model, ids, monkeypatch, look_every):
+late = pytest.mark.parametrize("late", [False, True])
+
+
+@late
+def test_ending(model, ids, late):
     """Sequences end one by one, are filled up, and nothing follows the last end."""
-    monkeypatch.setattr(flash_frac.inference.generator, "LOOK_EVERY", look_every)
     free = hugging_face(model, ids)[:, ids.shape[1] :]
-    generator = Generator(model)
+    generator = Generator(model, late=late)
     for eos in {int(free[0, 3]), int(free[1, 9]), int(free[2, 0])}:
         options = {"eos_token_id": eos, "pad_token_id": 0, "max_new_tokens": LENGTH}
         assert torch.equal(generator.generate(ids, **options), hugging_face(model, ids, **options))
@@ -88,17 +90,18 @@ def test_padding_is_not_seen(model, ids):
         assert torch.equal(generator.generate(padded, **options)[:, 20:], alone)
 
 
+@late
 @torch.no_grad()
-def test_sampling(model, ids):
-    """Token by token what a plain loop draws with the same numbers."""
+def test_sampling(model, ids, late):
+    """Token by token what a plain loop draws with the seeds of the rows."""
     sampling = SamplingSettings(temperature=1.2, top_k=30, top_p=0.95, repetition_penalty=1.2)
-    generator = Generator(model)
+    generator = Generator(model, late=late)
     got = generator.generate(ids, max_new_tokens=LENGTH, sampling=sampling, seed=7)
-    random, expected = torch.Generator().manual_seed(7), ids
-    seen = torch.zeros(3, model.config.vocab_size, dtype=torch.bool)
+    settings, expected = SlotSettings.empty(3), ids
+    settings.set_rows(range(3), [sampling] * 3, seeds_of_rows(7, 3))
+    seen = torch.zeros(3, model.config.vocab_size, dtype=torch.bool).scatter(1, ids, True)
     for _ in range(LENGTH):
-        seen.scatter_(1, expected, True)
-        token = choose(model(expected).logits[:, -1], sampling, seen=seen, generator=random)
+        token, _ = choose_each(model(expected).logits[:, -1], settings, seen=seen)
         expected = torch.cat([expected, token[:, None]], 1)
     assert torch.equal(got, expected)
     options = {"max_new_tokens": LENGTH, "sampling": sampling}
@@ -107,9 +110,29 @@ def test_sampling(model, ids):
     assert not torch.equal(generator.generate(ids, **options), generator.generate(ids, **options))
 
 
+def test_draws_are_those_of_the_engine(model, ids):
+    """Of the first sequence, whatever is beside it; the others have draws of their own."""
+    sampling = SamplingSettings(temperature=1.0)
+    options = {"max_new_tokens": LENGTH, "sampling": sampling, "seed": 3}
+    same = ids[:1].expand(3, -1)
+    new = Generator(model).generate(same, **options)[:, ids.shape[1] :].tolist()
+    alone = Generator(model).generate(ids[:1], **options)[0, ids.shape[1] :].tolist()
+    updates = Engine(model, slots=2).stream(Request(prompt=ids[0], **options))
+    assert new[0] == alone == [token for update in updates for token in update.tokens]
+    assert new[0] != new[1] != new[2] != new[0]
+
+
+def test_seeds_of_rows():
+    """Of neighbouring seeds no row is the same."""
+    seeds = [seed for first in range(-50, 50) for seed in seeds_of_rows(first, 20)]
+    assert len(set(seeds)) == 2000 and seeds_of_rows(5, 20)[:3] == seeds_of_rows(5, 3)
+    assert seeds_of_rows(None, 3) != seeds_of_rows(None, 3)
+
+
 @both
-def test_streaming(model, ids):
-    generator = Generator(model)
+@late
+def test_streaming(model, ids, late):
+    generator = Generator(model, late=late)
     whole = generator.generate(ids, max_new_tokens=LENGTH)[:, ids.shape[1] :]
     assert torch.equal(torch.stack([*generator.stream(ids, max_new_tokens=LENGTH)], 1), whole)
     eos = int(whole[0, 3])
@@ -127,6 +150,36 @@ def test_streaming(model, ids):
         use()
         with pytest.raises(RuntimeError, match="used again while this stream was running"):
             next(running)
+
+
+@late
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_no_step_is_computed_in_vain(model, ids, late, number):
+    """The last token is chosen and not read; late, one more step than the end needs is computed."""
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(None))
+    new = Generator(model, late=late).generate(ids[:1], max_new_tokens=number)[0, ids.shape[1] :]
+    assert len(calls) == number
+    del calls[:]
+    options = {"eos_token_id": int(new[-1]), "max_new_tokens": LENGTH}
+    made = Generator(model, late=late).generate(ids[:1], **options)
+    assert len(calls) == made.shape[1] - ids.shape[1] + late
+
+
+@both
+def test_logits_that_are_no_numbers(model, ids):
+    """An error, after which the generator goes on."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    generator = Generator(model)
+    expected = generator.generate(ids, max_new_tokens=5)
+    unused = next(n for n in range(3, 61) if n not in expected)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[unused] = torch.nan
+    bad = ids.clone()
+    bad[1, 9] = unused
+    with pytest.raises(RuntimeError, match="logits of sequence 1 are no numbers"):
+        generator.generate(bad, max_new_tokens=5)
+    assert torch.equal(generator.generate(ids, max_new_tokens=5), expected)
 
 
 class Letters:

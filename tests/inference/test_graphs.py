@@ -14,6 +14,7 @@ from torch import nn
 from flash_frac.inference import FracStream, Generator, SamplingSettings, generator, graphs
 from flash_frac.inference.graphs import Graph
 from flash_frac.models import buffers
+from flash_frac.ops.sample import reference
 from tests.inference.conftest import assert_same, take
 from tests.inference.tape import Tape
 from tests.models.conftest import make_model
@@ -45,6 +46,8 @@ def model(request, monkeypatch):
         return made.cuda()
     monkeypatch.setattr(graphs, "Graph", Tape)
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    # As on a GPU: what settings leave out is computed, because a graph serves all settings.
+    monkeypatch.setattr(reference, "_may_hold", lambda condition: True)
     return made
 
 
@@ -313,9 +316,8 @@ def test_the_number_of_graphs_is_bounded(model, ids, recorded, monkeypatch, make
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}])
 @pytest.mark.parametrize("ending", [False, True])
-def test_generator(model, ids, recorded, without, monkeypatch, sampling, ending):
+def test_generator(model, ids, recorded, without, sampling, ending):
     """Settings, lengths, masks and batches in turn: all as without graphs."""
-    monkeypatch.setattr(generator, "FIRST_TOKENS", 2)
     ids = ids.to(model.device)
     mask = torch.ones_like(ids)
     mask[1, :17], mask[2, :39] = 0, 0
@@ -336,8 +338,9 @@ def test_generator(model, ids, recorded, without, monkeypatch, sampling, ending)
     for _ in range(3):
         for call, tokens in zip(calls, plain, strict=True):
             assert torch.equal(made.generate(**call), tokens)
+    # Prompts of 40 tokens with a mask and without, of 7, and one step for all settings.
     number = len(recorded)
-    assert number >= 4
+    assert number == 4
     for call, tokens in zip(calls, plain, strict=True):
         assert torch.equal(made.generate(**call), tokens)
     # Nothing is recorded twice as long as the batch stays.
@@ -364,10 +367,9 @@ def test_generator_of_mixed_models(model, ids, recorded, without, monkeypatch):
         for call, tokens in zip(calls, plain, strict=True):
             assert torch.equal(made.generate(**call), tokens)
         numbers.append(len(recorded))
-    # Two pieces of prompts, with a mask and without, and a token for each size that is read.
-    sizes = {48, 56} if "attention" in model.config.mixer_types else {7}
+    # Two pieces of prompts, with a mask and without, and one step for all lengths.
     assert numbers[0] < numbers[1] == numbers[2]
-    assert sum(graph() is not None for graph in recorded) == 4 + len(sizes)
+    assert sum(graph() is not None for graph in recorded) == 5
 
 
 def test_long_prompts_are_not_recorded(model, ids, recorded, monkeypatch):
@@ -398,7 +400,7 @@ def test_nothing_outlives_the_generator(model, ids, recorded):
     made = Generator(model)
     for _ in range(3):
         made.generate(ids.to(model.device), max_new_tokens=5)
-    cache = weakref.ref(made._session.cache)
+    cache = weakref.ref(made._slots.cache)
     made.generate(ids[:1].to(model.device), max_new_tokens=5)
     assert cache() is None and [graph() is None for graph in recorded] == [True, True, False]
     gc.disable()

@@ -154,7 +154,7 @@ def test_max_length(ids):
     assert torch.equal(
         made.generate(ids, max_new_tokens=10), model.generate(ids, **OPTIONS)[:, :50]
     )
-    assert made._session.cache.full.size == 50
+    assert made._slots.cache.full.size == 50
     with pytest.raises(ValueError, match=r"max_length \(50\) must be at least 51, for prompts of"):
         made.generate(ids, max_new_tokens=11)
     with pytest.raises(ValueError, match="max_length must be None or at least 1, got 0"):

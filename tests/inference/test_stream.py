@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flash_frac.inference.state
-from flash_frac.inference import FracStream
+from flash_frac.inference import FracStream, Generator, SamplingSettings
 from flash_frac.ops import causal_conv, frac_scan
 from tests.inference.conftest import assert_holds, assert_same, take, tensors
 from tests.models.conftest import make_model
@@ -84,6 +84,39 @@ def test_sampling(model, ids):
     stream = FracStream(model).feed(ids[0])
     fresh = take(stream, 10, repetition_penalty=1e6)[0].tolist()
     assert len(set(fresh) | set(ids[0].tolist())) == 10 + len(set(ids[0].tolist()))
+
+
+def test_draws_are_those_of_the_generator(model, ids):
+    """And without a seed, torch's default generator decides."""
+    options = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.3}
+    drawn = take(FracStream(model, batch_size=3).feed(ids), 12, seed=5, **options)
+    sampling = SamplingSettings(**options)
+    made = Generator(model).generate(ids, max_new_tokens=12, sampling=sampling, seed=5)
+    assert torch.equal(made[:, 40:], drawn)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        stream = FracStream(model).feed(ids[0])
+        found.append(torch.cat([take(stream, 6, **options), take(stream, 6, **options)], 1))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    torch.manual_seed(1)
+    take(FracStream(model).feed(ids[0]), 6)
+    assert int(torch.randint(2**62, ())) == int(
+        torch.randint(2**62, (), generator=torch.Generator().manual_seed(1))
+    )
+
+
+def test_logits_that_are_no_numbers(stream):
+    """The stream is left as it was."""
+    before = stream.fork()
+    kept = stream.logits[1].clone()
+    stream.logits[1, 7] = torch.nan
+    with pytest.raises(RuntimeError, match="logits of sequence 1 are no numbers"):
+        take(stream, 3)
+    stream.logits[1] = kept
+    assert_same(stream, before)
+    stream.logits[:, ::2] = -torch.inf
+    assert (take(stream, 1) % 2 == 1).all()
 
 
 def test_leaving_the_loop(model, ids):
@@ -250,7 +283,7 @@ def test_memory_is_constant():
     code = """
 import resource, torch
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.inference import FracStream
+from flash_frac.inference import FracStream, Generator, SamplingSettings
 torch.set_num_threads(1)
 sizes = dict(num_hidden_layers=2, num_attention_heads=1, frac_num_modes=4)
 stream = FracStream(FracForCausalLM(FracConfig(vocab_size=32, hidden_size=8, **sizes)))

@@ -97,10 +97,11 @@ def test_texts_that_end_a_sequence(make, stop):
     """They are found with their last byte, wherever the bytes before them are cut."""
     tokenizer, texts = make(), [TEXT, "x" + TEXT]
     width = max(len(text.encode()) for text in texts)
-    ids = torch.tensor([(as_bytes(text) + as_bytes("." * width))[:width] for text in texts])
+    rows = [(as_bytes(text) + as_bytes("." * width))[:width] for text in texts]
     watch = StopStrings(tokenizer, ["nowhere", stop])
-    steps = [watch.begin(ids[:, :1]), *(watch.add(ids[:, n : n + 1]) for n in range(1, width))]
-    for text, found in zip(texts, torch.stack(steps, 1).tolist(), strict=True):
+    watch.watch(2)
+    steps = [[watch.ends(row, rows[row][n]) for row in range(2)] for n in range(width)]
+    for text, found in zip(texts, zip(*steps, strict=True), strict=True):
         end = text.find(stop) + len(stop)
         expected = len(text[:end].encode()) if stop in text else None
         assert (found.index(True) + 1 if True in found else None) == expected
@@ -108,10 +109,8 @@ def test_texts_that_end_a_sequence(make, stop):
 
 def test_special_tokens_may_end_a_sequence():
     watch = StopStrings(byte_tokenizer(), ["<eos>"])
-    assert [bool(watch.begin(torch.tensor([[70]]))), bool(watch.add(torch.tensor([[2]])))] == [
-        False,
-        True,
-    ]
+    watch.watch(1)
+    assert [watch.ends(0, 70), watch.ends(0, 2)] == [False, True]
 
 
 def test_text(tmp_path):
