@@ -59,14 +59,17 @@ def causal_conv(
     real = mask != 0
     count = real.sum(1, keepdim=True)
     slot = torch.where(real, real.cumsum(1), count + (~real).cumsum(1)) - 1
-    packed = torch.zeros_like(x).scatter(1, _rows(slot, x), x)
+    token = torch.arange(x.shape[1], device=x.device).expand_as(slot)
+    packed = _take(x, torch.empty_like(slot).scatter_(1, slot, token))
     u = _take(convolve(packed, weight, bias, window, None)[0], slot)
     # What a zero input after zeros gives; as in the published code, the output at padding is not 0.
     idle = u.new_zeros(()) if bias is None else F.silu(bias).to(u.dtype)
     u = torch.where(real[..., None], u, idle)
+    # Of the old window and the real tokens after it, the last.
     last = count + torch.arange(past, device=x.device)
-    inputs = torch.cat([window.to(x.dtype).transpose(1, 2), packed], 1)
-    return ConvOutput(u, _take(inputs, last).transpose(1, 2))
+    old = _take(window.to(x.dtype).transpose(1, 2), last.clamp_max(past - 1))
+    new = _take(packed, (last - past).clamp_min(0))
+    return ConvOutput(u, torch.where(last[..., None] < past, old, new).transpose(1, 2))
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
