@@ -5,9 +5,8 @@
 
 Random weights in bfloat16; on a CPU float32 and tiny sizes, for trying the script out.
     prefill  the backbone with its cache, batch 1: eagerly, and ours through `Generator` as well
-    decode   tokens/s of steady greedy decoding after a prompt, batch 1 and 64: `model.generate`,
-             and ours through transformers' loop and `Generator` as well; T is the length of the
-             prompt
+    decode   tokens/s of steady greedy decoding after a prompt of T, batch 1 and 64: `generate`,
+             and ours through transformers' loop and `Generator` as well
     train    forward and backward with labels, no optimizer: 8 x 4096 tokens
     small    forward and forward+backward of a model of width 256, our backends in turns
 The kernels are checked in a small model against float64 first. Rows go to <gpu>.csv.
