@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flash_frac.extras import require
+from flash_frac.files import put_in_place, sync
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 
 SAVING, REMOVING = ".saving", ".removing"
@@ -86,35 +87,31 @@ def whole(
     wait()
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the files of a folder, and its listing, to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def publish(output_dir: str | Path, name: str) -> Path:
     """Make the finished checkpoint `name` under .saving a checkpoint of the run."""
     folder = Path(output_dir)
-    draft, final = folder / SAVING / name, folder / name
-    sync_folder(draft)
+    for path in folder.iterdir():
+        if path.is_file():
+            # The log up to a checkpoint is as safe as the checkpoint.
+            sync(path)
+    final = folder / name
     if final.exists():
-        remove(final)
-    os.replace(draft, final)
-    sync_folder(folder / SAVING)
-    (folder / SAVING).rmdir()
+        _set_aside(final)
+    put_in_place(folder / SAVING / name, final)
+    clear_leftovers(folder)
     return final
 
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint; at no moment is there half of one under its name."""
+    shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
+
+
+def _set_aside(checkpoint: Path) -> Path:
     doomed = checkpoint.parent / REMOVING
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -> None:
@@ -154,5 +151,4 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
         if (checkpoint / name).exists():
             shutil.copy2(checkpoint / name, draft / name)
     write_manifest(draft)
-    os.replace(draft, output)
-    return output
+    return put_in_place(draft, output)

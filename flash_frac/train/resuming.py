@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flash_frac.files import read_json
+from flash_frac.files import read_json, sync
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
 from flash_frac.train.checkpoint import checkpoints
@@ -55,6 +55,7 @@ def _put_aside(checkpoint: Path) -> Path:
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(checkpoint, aside)
+    sync(aside.parent)
     return aside
 
 

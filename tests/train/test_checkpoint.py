@@ -1,6 +1,9 @@
 """Checkpoints are whole or not there."""
 
+import os
+
 from flash_frac.train import checkpoint
+from tests.disks import watched
 
 
 def make(folder, name):
@@ -43,3 +46,35 @@ def test_a_removal_that_is_cut_off_leaves_no_half(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: None)
     checkpoint.remove(tmp_path / "checkpoint-2")
     assert checkpoint.last_checkpoint(tmp_path) is None
+
+
+def test_a_power_cut_loses_nothing(tmp_path, monkeypatch):
+    """Files are on the disk before they count, and a new one counts before an old one goes."""
+    make(tmp_path, "checkpoint-2")
+    (tmp_path / "log.jsonl").touch()
+    events = watched(monkeypatch)
+    with checkpoint.whole(tmp_path, "checkpoint-4", main=True, wait=lambda: None) as draft:
+        (draft / "weights").write_text("new")
+        (draft / "shards").mkdir()
+        (draft / "shards" / "0").write_text("shard")
+    checkpoint.rotate(tmp_path, 1)
+    saving = tmp_path / ".saving" / "checkpoint-4"
+    renamed = events.index(("rename", tmp_path / "checkpoint-4"))
+    inner = [saving / name for name in ("weights", "shards/0", "shards", "manifest.json", "")]
+    for path in [tmp_path / "log.jsonl", *inner]:
+        assert ("sync", path) in events[:renamed], path
+    removed = events.index(("rename", tmp_path / ".removing"))
+    assert ("sync", tmp_path) in events[renamed:removed]
+
+
+def test_modes_are_those_of_the_umask(tmp_path):
+    """safetensors writes files that only their owner can read."""
+    before = os.umask(0o027)
+    try:
+        with checkpoint.whole(tmp_path, "final", main=True, wait=lambda: None) as draft:
+            (draft / "config.json").touch()
+            os.close(os.open(draft / "model.safetensors", os.O_CREAT, 0o600))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()}
+    assert modes == dict.fromkeys(["config.json", "model.safetensors", "manifest.json"], 0o640)
