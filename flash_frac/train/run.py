@@ -32,7 +32,7 @@ from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.arguments import ModelArguments
 from flash_frac.train.course import AlreadyTrained, saying_what_is_kept
 from flash_frac.train.lock import locked
-from flash_frac.train.parallel import on_main
+from flash_frac.train.parallel import naming_lost_ranks, on_main
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.resuming import check_asked, newest_whole
 from flash_frac.train.trainer import FracTrainer
@@ -77,7 +77,7 @@ def train(recipe: Recipe) -> TrainResult:
     # Of loading and saving files; a bar for each would bury that of the run.
     logging.disable_progress_bar()
     output_dir = _output_folder(recipe)
-    with ExitStack() as stack:
+    with naming_lost_ranks(recipe.training), ExitStack() as stack:
         on_main(recipe.training, lambda: stack.enter_context(locked(output_dir)))
         return _run(recipe, output_dir)
 

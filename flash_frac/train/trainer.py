@@ -72,7 +72,7 @@ class FracTrainer(Trainer):
     ) -> None:
         args, data = recipe.training, recipe.data
         self.recipe, self.order = recipe, None
-        self.context_group, shard = context_group(args.context_parallel_size, args.process_index)
+        self.context_group, shard = context_group(args.context_parallel_size, args)
         self.carried = CarriedStates(model.config) if data.stateful else None
         self.eval_collator = Collator(data.separate_documents, shard=shard)
         collator = Collator(data.separate_documents, lanes=data.stateful, shard=shard)
