@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from flash_frac.files import write_text
 from flash_frac.train import load_recipe, train
 from flash_frac.train.checkpoint import checkpoints
 from flash_frac.train.lock import LOCK, locked
@@ -52,14 +53,34 @@ def test_many_at_once(write_recipe, tmp_path):
 
 
 def test_a_killed_run_holds_nothing(write_recipe, tmp_path):
-    """Not even by the workers that it forked, which live on for seconds."""
-    path, run = write_recipe(max_steps=200, dataloader_num_workers=2), tmp_path / "run"
+    path, run = write_recipe(max_steps=200), tmp_path / "run"
     victim = start(path)
     wait_for(lambda: read_lines(run / LOG_NAME), victim)
     victim.kill()
     victim.join()
     with locked(run):
         pass
+
+
+def test_a_process_that_outlives_the_holder_holds_nothing(tmp_path):
+    """As workers do for some seconds that a killed run has forked."""
+    holder = os.fork()
+    if holder == 0:
+        with locked(tmp_path):
+            if os.fork() == 0:
+                write_text(tmp_path / "worker", str(os.getpid()))
+                time.sleep(60)
+            while not (tmp_path / "worker").exists():
+                time.sleep(0.01)
+            os._exit(0)
+    os.waitpid(holder, 0)
+    worker = int((tmp_path / "worker").read_text())
+    os.kill(worker, 0)
+    try:
+        with locked(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_frozen_run_holds_its_folder(write_recipe, tmp_path):
