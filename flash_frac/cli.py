@@ -366,7 +366,7 @@ def main() -> None:
         sys.exit(f"frac: {error}")
     except RuntimeError as error:
         # Errors of a run that say what to do; others are ours, and keep their traceback.
-        if type(error).__name__ not in ("CheckpointError", "NotFiniteError"):
+        if type(error).__name__ not in ("CheckpointError", "LostRankError", "NotFiniteError"):
             raise
         sys.exit(f"frac: {error}")
 

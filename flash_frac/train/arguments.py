@@ -14,13 +14,14 @@ from transformers.utils import logging
 from flash_frac.models import FracConfig
 from flash_frac.models.fields import check_names, did_you_mean
 from flash_frac.recipes import find_config
+from flash_frac.train.parallel import set_timeout
 
 logger = logging.get_logger(__name__)
 # Trainer takes other values of these for "always", "never", or "by another setting".
 _POSITIVE = (
     "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
     "gradient_accumulation_steps", "logging_steps", "save_steps", "eval_steps", "save_total_limit",
-    "peak_tflops",
+    "peak_tflops", "ddp_timeout",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "max_grad_norm", "label_smoothing_factor", "memory_law_steps",
@@ -119,6 +120,8 @@ class FracTrainingArguments(TrainingArguments):
             logger.warning("fsdp: there is one process, and nothing to shard.")
             self.fsdp = None
         super().__post_init__()
+        # Trainer passes it on to some backends only.
+        set_timeout(self.ddp_timeout_delta)
         self._check_mappings()
         if self.context_parallel_size < 1 or self.world_size % self.context_parallel_size:
             raise ValueError(

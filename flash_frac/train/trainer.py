@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -26,37 +25,30 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils import logging
 
-from flash_frac.data import Bookmark, Collator, StreamingDataset
+from flash_frac.data import Collator, StreamingDataset
 from flash_frac.files import write_text
-from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 from flash_frac.train import checkpoint as checkpoints
+from flash_frac.train import resuming
 from flash_frac.train.context import CountingCollator, Seen
 from flash_frac.train.course import Course
+from flash_frac.train.decay import decayed_parameters
 from flash_frac.train.flops import training_flops
-from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback, device_peak_flops
+from flash_frac.train.lock import process_name
+from flash_frac.train.monitor import (
+    ConsoleCallback,
+    JsonLinesCallback,
+    device_peak_flops,
+    memory_law,
+    peak_memory_gib,
+)
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
+from flash_frac.train.parallel import context_group, on_main
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
-logger = logging.get_logger(__name__)
 LAW_TOKENS = 2048
-STREAM_NAME = "stream.json"
-_DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
-
-
-def decayed_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that weight decay is for: weights of projections, conv, embeddings.
-
-    Norms, biases, the bias of Δ, D, the gates of read and write and learned timescales are spared.
-    """
-    names = [
-        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _DECAYED)
-    ]
-    known = dict(model.named_parameters())
-    return [name for name in names if name in known]
 
 
 class FracTrainer(Trainer):
@@ -80,7 +72,7 @@ class FracTrainer(Trainer):
     ) -> None:
         args, data = recipe.training, recipe.data
         self.recipe, self.order = recipe, None
-        self.context_group, shard = _context(args.context_parallel_size, args.process_index)
+        self.context_group, shard = context_group(args.context_parallel_size, args)
         self.carried = CarriedStates(model.config) if data.stateful else None
         self.eval_collator = Collator(data.separate_documents, shard=shard)
         collator = Collator(data.separate_documents, lanes=data.stateful, shard=shard)
@@ -110,6 +102,7 @@ class FracTrainer(Trainer):
         self.peak_flops = peak or device_peak_flops(args.device)
         # Where Trainer writes a checkpoint while it is not complete.
         self._draft_dir: str | None = None
+        self._writer = on_main(args, process_name)
         self.resumed_from: Path | None = None
         self._last_inputs: dict[str, Any] = {}
         self.keeps_bookmarks, self._bookmark = True, None
@@ -268,12 +261,7 @@ class FracTrainer(Trainer):
             rate = speed["tokens_per_second"] * cost
             speed["mfu"] = rate / self.peak_flops / self.args.world_size
         self._seen = Seen()
-        if self.args.device.type == "cuda":
-            speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        else:
-            # On Linux in KiB.
-            speed["peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return speed
+        return speed | {"peak_memory_gib": peak_memory_gib(self.args.device)}
 
     def _memory_law(self) -> dict[str, float]:
         """The memory of every layer on the beginning of the last batch."""
@@ -282,12 +270,8 @@ class FracTrainer(Trainer):
         model.set_context_group(None)
         ids = self._last_inputs["input_ids"][:1, :LAW_TOKENS].to(self.args.device)
         with self.compute_loss_context_manager():
-            layers = memory_statistics(model, ids)
+            law = memory_law(model, ids)
         model.set_context_group(self.context_group)
-        law: dict[str, float] = {}
-        for number, layer in zip(layer_numbers(model), layers, strict=True):
-            law |= layer.as_dict(f"memory/layer_{number}/")
-        law["memory/horizon"] = math.exp(sum(math.log(x.horizon) for x in layers) / len(layers))
         self._paused += time.perf_counter() - started
         return law
 
@@ -299,13 +283,38 @@ class FracTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if resume_from_checkpoint:
-            last = checkpoints.last_checkpoint(self._output_dir)
-            folder = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
-            if folder is not None:
-                self._load_position(folder)
-            self.resumed_from = folder
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        """As Trainer has it; a checkpoint is verified first."""
+        asked, folder = resume_from_checkpoint, None
+        if asked is True:
+            folder = on_main(self.args, lambda: resuming.newest_whole(self._output_dir))
+        elif asked:
+            folder = on_main(self.args, lambda: resuming.check_asked(Path(asked)))
+        return self.train_from(folder, trial, ignore_keys_for_eval)
+
+    def train_from(self, folder: Path | None, trial: Any = None, ignore_keys: Any = None) -> Any:
+        """Train from a checkpoint that was verified, or from the beginning."""
+        if folder is not None:
+            self._load_position(folder)
+        self.resumed_from = folder
+        return super().train(None if folder is None else str(folder), trial, ignore_keys)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        # Trainer would delete the last checkpoint, by which the same command knows that it is done.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+
+    def load_best(self) -> None:
+        """Take the weights of the best checkpoint, where load_best_model_at_end wants them."""
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._load_best_model()
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        on_main(self.args, lambda: resuming.check_best(best))
+        super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse what Trainer warns of, but for tied weights, which are saved under one name."""
@@ -323,15 +332,9 @@ class FracTrainer(Trainer):
         if self.carried is not None:
             self.carried.load(folder / self._carried_name(), self.args.device)
         if isinstance(self.train_dataset, StreamingDataset):
-            if (folder / STREAM_NAME).exists():
-                bookmark = Bookmark.from_json((folder / STREAM_NAME).read_text())
-                together = self.args.train_batch_size * self.args.world_size
-                together *= max(self.args.dataloader_num_workers, 1)
-                self.train_dataset.resume(bookmark, together)
-            else:
-                logger.warning(
-                    f"{folder} has no {STREAM_NAME}: the stream is read again from its beginning."
-                )
+            together = self.args.train_batch_size * self.args.world_size
+            together *= max(self.args.dataloader_num_workers, 1)
+            resuming.resume_stream(self.train_dataset, folder, together)
 
     def _carried_name(self) -> str:
         return f"carried_{self.args.process_index}.safetensors"
@@ -344,7 +347,8 @@ class FracTrainer(Trainer):
     def _whole(self, name: str) -> AbstractContextManager[Path]:
         """A folder to write into, which becomes `name` in output_dir when all ranks are done."""
         wait = self.accelerator.wait_for_everyone
-        return checkpoints.whole(self._output_dir, name, main=self.args.should_save, wait=wait)
+        main, writer = self.args.should_save, self._writer
+        return checkpoints.whole(self._output_dir, name, writer=writer, main=main, wait=wait)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._draft_dir or super()._get_output_dir(trial)
@@ -363,11 +367,13 @@ class FracTrainer(Trainer):
             if self.carried is not None:
                 self.carried.save(draft / self._carried_name())
             if self._bookmark is not None and self.args.process_index == 0:
-                write_text(draft / STREAM_NAME, self._bookmark.to_json())
-            if self.state.best_model_checkpoint and self.args.should_save:
+                write_text(draft / resuming.STREAM_NAME, self._bookmark.to_json())
+            if self.state.best_model_checkpoint:
+                # All processes load it at the end.
                 best = Path(self.state.best_model_checkpoint).name
                 self.state.best_model_checkpoint = os.path.join(self._output_dir, best)
-                self.state.save_to_json(str(draft / "trainer_state.json"))
+                if self.args.should_save:
+                    self.state.save_to_json(str(draft / "trainer_state.json"))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             checkpoints.rotate(self._output_dir, self.args.save_total_limit, best)
@@ -383,13 +389,3 @@ class FracTrainer(Trainer):
             if self.args.should_save:
                 self._save(str(draft), state_dict=state)
         return Path(self._output_dir) / "final"
-
-
-def _context(size: int, rank: int) -> tuple[Any, tuple[int, int]]:
-    """The group of ranks that share this one's sequences, and (rank in it, size)."""
-    if size == 1:
-        return None, (0, 1)
-    # Every process must make every group, in the same order.
-    starts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(list(range(start, start + size))) for start in starts]
-    return groups[rank // size], (rank % size, size)
