@@ -51,6 +51,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds; ValueError that names it unless that is an object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object of JSON, got {str(content)[:60]}")
+    return content
+
+
 def write_text(path: Path, text: str) -> Path:
     """Write a file at once, making its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)

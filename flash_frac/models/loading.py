@@ -85,7 +85,7 @@ def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: b
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
     both = f"{argument} {name} was not found: there is no such folder, and"
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+        file = get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
     except GatedRepoError as error:
         raise ValueError(
             f"{both} the model {name} of the hub asks for a login: run `hf auth login`"
@@ -98,13 +98,18 @@ def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: b
         raise ValueError(f"{both} the model {name} of the hub has no config.json") from error
     # A network has many errors, of classes that differ between releases of the hub's client.
     except Exception as error:
-        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(cached, str):
             raise ValueError(
                 f"{both} the hub cannot be reached to look for a model of that name "
                 f"({one_line(error)}), which is not in the local cache either"
             ) from error
         logger.warning(f"The hub cannot be reached; {name} is read from the local cache.")
-        options["local_files_only"] = True
+        commit, options["local_files_only"] = Path(cached).parent.name, True
+    else:
+        commit = file.commit_hash
+    # All files come from one commit, whatever is pushed meanwhile.
+    options |= {} if commit is None else {"revision": commit}
     return Found(name, None, options)
 
 

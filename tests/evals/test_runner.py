@@ -60,10 +60,6 @@ def test_results_of_other_conditions_are_not_mixed(checkpoint, uniform, tmp_path
         evaluate(str(checkpoint), tmp_path, options(**one, max_length=4096))
     with pytest.raises(ValueError, match=r"weights .* choose another --out"):
         evaluate(str(uniform), tmp_path, options(**one))
-    lm = FracLM(str(checkpoint))
-    evaluate("someone/model", tmp_path / "hub", options(**one), lm=lm)
-    with pytest.raises(ValueError, match="weights hub:someone/model there and hub:other/model now"):
-        evaluate("other/model", tmp_path / "hub", options(**one), lm=lm)
 
 
 def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Checkpoints for the commands: found without retries, loaded whole, or refused by name."""
 
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -145,9 +146,17 @@ def test_the_hub_is_asked_once(requests, monkeypatch):
 
 
 def test_without_a_network_the_cache_will_do(requests, monkeypatch):
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: "/cache/config.json")
+    cached = "/cache/models--some--model/snapshots/0a1b2c/config.json"
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: cached)
     found = find_checkpoint("some/model", revision="v1")
-    assert found.options == {"revision": "v1", "local_files_only": True}
+    assert found.options == {"revision": "0a1b2c", "local_files_only": True}
+
+
+def test_a_model_of_the_hub_is_read_at_one_commit(monkeypatch):
+    """Settings, weights and tokenizer belong together, whatever is pushed between two requests."""
+    answer = SimpleNamespace(commit_hash="0a1b2c")
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda url: answer)
+    assert find_checkpoint("some/model", revision="main").options == {"revision": "0a1b2c"}
 
 
 def test_folders_that_hold_no_model(tmp_path):
