@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flash_frac"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Allowed arrows between the rooms: what each may import, beside itself.
-TOOLS = {"extras", "files", "provenance", "drawing", "recipes", "beginning"}
+TOOLS = {"extras", "files", "manifest", "provenance", "drawing", "recipes", "beginning"}
 MODEL = {"theory", "ops", "layers", "models"}
 ROOMS = {
     "extras": set(),
     "files": set(),
+    "manifest": {"files"},
     "provenance": set(),
     "drawing": {"extras"},
     "recipes": set(),
@@ -26,8 +27,8 @@ ROOMS = {
     "theory": {"extras"},
     "ops": set(),
     "layers": {"theory", "ops"},
-    "models": {"theory", "ops", "layers"},
-    "inference": {"extras", "files", "beginning"} | MODEL,
+    "models": {"files", "manifest", "theory", "ops", "layers"},
+    "inference": {"extras", "files", "manifest", "beginning"} | MODEL,
     "generation": {"inference"},
     "sampling": {"inference"},
     "stream": {"inference"},
