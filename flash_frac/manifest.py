@@ -87,7 +87,11 @@ def check_manifest(folder: str | Path) -> None:
     files = read_manifest(folder)
     for name, entry in files.items():
         _check_size(folder / name, entry.size)
-    for name, total in zip(files, _sums([folder / name for name in files]), strict=True):
+    try:
+        sums = list(_sums([folder / name for name in files]))
+    except OSError as error:
+        raise ManifestError(f"{error.filename} cannot be read: {error.strerror}") from error
+    for name, total in zip(files, sums, strict=True):
         if total != files[name].sha256:
             raise ManifestError(
                 f"{folder / name} is damaged: its content does not match its checksum in {MANIFEST}"
@@ -116,8 +120,5 @@ def _sums(paths: list[Path]) -> Iterator[str]:
 
 
 def _sum(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ManifestError(f"{path} cannot be read: {error}") from error
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.utils import logging
 
+from flash_frac.manifest import MANIFEST
 from flash_frac.models.export import auto_map, write_code
 from flash_frac.models.fields import check_names, check_types, nearest, own_fields, unknown_names
 from flash_frac.models.mixers import (
@@ -344,6 +345,8 @@ class FracConfig(PreTrainedConfig):
     ) -> None:
         """As for every configuration, with the file by which `trust_remote_code=True` finds us."""
         self.auto_map = auto_map()
+        # It lists what was in the folder before.
+        (Path(save_directory) / MANIFEST).unlink(missing_ok=True)
         super().save_pretrained(save_directory)
         write_code(save_directory)
         if push_to_hub:

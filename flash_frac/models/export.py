@@ -12,6 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
+from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
+
 MODULE = "modeling_frac"
 AUTO_MAP = {
     "AutoConfig": "FracConfig",
@@ -57,6 +59,9 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
         )
     if target.exists():
         raise ValueError(f"folder must not exist yet, got {target}; remove it or name another")
+    verified = (source / MANIFEST).exists()
+    if verified:
+        check_manifest(source)
     # An automatic class is what transformers has under a name; it then asks auto_map.
     config["architectures"] = ["AutoModelForCausalLM"]
     config["auto_map"] = auto_map()
@@ -66,6 +71,8 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
         shutil.copytree(source, draft)
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_code(draft)
+        if verified:
+            write_manifest(draft)
         os.replace(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 One is written under `.saving` and renamed to `checkpoint-<step>` when complete; an old one is
 renamed to `.removing` before it is deleted. Whatever moment a process dies, the folders named
-checkpoint-* are complete.
+checkpoint-* are complete. A manifest, written last, tells what became of one since.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flash_frac.extras import require
+from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 
 SAVING, REMOVING = ".saving", ".removing"
 SHARDS = "pytorch_model_fsdp_0"
@@ -71,6 +72,7 @@ def whole(
         yield draft
         wait()
         if main:
+            write_manifest(draft)
             publish(output_dir, name)
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search(_UNWRITTEN, str(error)):
@@ -141,6 +143,8 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
         )
     if output.exists():
         raise ValueError(f"output {output} exists already; name a new folder")
+    if (checkpoint / MANIFEST).exists():
+        check_manifest(checkpoint)
     merge = require("accelerate.utils", "train", "consolidate").merge_fsdp_weights
     draft = output.with_name(output.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -149,5 +153,6 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
     for name in _ALSO:
         if (checkpoint / name).exists():
             shutil.copy2(checkpoint / name, draft / name)
+    write_manifest(draft)
     os.replace(draft, output)
     return output

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from flash_frac.data import StreamingDataset
 from flash_frac.train.checkpoint import last_checkpoint
+from flash_frac.train.resuming import describe_fresh_parts
 
 if TYPE_CHECKING:
     from flash_frac.train.trainer import FracTrainer
@@ -54,7 +55,9 @@ def describe_resuming(trainer: FracTrainer) -> str:
     skipped = f"skipping the {step * rows * recipe.data.sequence_length:,} tokens before it"
     if args.ignore_data_skip:
         skipped = "reading the text from its beginning (ignore_data_skip)"
-    return f"Resuming from {trainer.resumed_from} at step {step + 1}, {skipped}"
+    fresh = trainer.resumed_from and describe_fresh_parts(trainer.resumed_from)
+    begun = f"Resuming from {trainer.resumed_from} at step {step + 1}, {skipped}"
+    return f"{begun}; {fresh}" if fresh else begun
 
 
 @contextmanager

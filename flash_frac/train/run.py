@@ -25,12 +25,14 @@ from flash_frac.data import (
 )
 from flash_frac.files import write_text
 from flash_frac.models import FracConfig, FracForCausalLM
-from flash_frac.models.loading import damaged_file, load_model
+from flash_frac.models.loading import load_model
 from flash_frac.provenance import provenance
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.arguments import ModelArguments
 from flash_frac.train.course import AlreadyTrained, saying_what_is_kept
+from flash_frac.train.parallel import on_main
 from flash_frac.train.recipe import Recipe
+from flash_frac.train.resuming import check_asked, newest_whole
 from flash_frac.train.trainer import FracTrainer
 
 RUN_NAME = "run.json"
@@ -79,12 +81,7 @@ def train(recipe: Recipe) -> TrainResult:
     set_seed(args.seed)
     model = build_model(recipe.model, tokenizer)
     order = _order(recipe, tokenizer)
-    resume = _resume_point(recipe, order, model.config, output_dir)
-    damage = damaged_file(resume)
-    if damage is not None:
-        raise ValueError(
-            f"{damage}: delete {resume}, and the same command resumes from the checkpoint before it"
-        )
+    resume = on_main(args, lambda: _resume_point(recipe, order, model.config, output_dir))
     # The first process tokenises; the others find its cache.
     with saying_what_is_kept(args), args.main_process_first(desc="tokenising"):
         splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
@@ -112,7 +109,7 @@ def _train(trainer: FracTrainer, resume: Path | None) -> Path:
     """All steps that are left, the last evaluation if it is wanted, and the final model."""
     args = trainer.args
     try:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        trainer.train_from(resume)
     except AlreadyTrained:
         if args.should_save:
             print(f"This run is finished: {resume} is its last checkpoint", flush=True)
@@ -204,12 +201,10 @@ def _resume_point(
     """The checkpoint to go on from, if this folder holds one of the same run."""
     asked = recipe.training.resume_from_checkpoint
     if asked is not None:
-        if not (Path(asked) / "trainer_state.json").exists():
-            raise ValueError(f"resume_from_checkpoint {asked} is no complete checkpoint")
-        return Path(asked)
+        return check_asked(Path(asked))
     last = checkpoints.last_checkpoint(folder)
     if last is None or not (folder / RUN_NAME).exists():
-        return last
+        return newest_whole(folder)
     written = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
     before = {**written["model"], **written["order"]}
     # The content of a configuration counts and not its path, which is another on other machines.
@@ -222,7 +217,7 @@ def _resume_point(
             f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}): choose "
             f"another output_dir, or resume it all the same with --resume_from_checkpoint {last}"
         )
-    return last
+    return newest_whole(folder)
 
 
 def _order(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:

@@ -37,7 +37,9 @@ from flash_frac.train.course import Course
 from flash_frac.train.flops import training_flops
 from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback, device_peak_flops
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
+from flash_frac.train.parallel import context_group, on_main
 from flash_frac.train.recipe import Recipe
+from flash_frac.train.resuming import check_asked, newest_whole
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
@@ -80,7 +82,7 @@ class FracTrainer(Trainer):
     ) -> None:
         args, data = recipe.training, recipe.data
         self.recipe, self.order = recipe, None
-        self.context_group, shard = _context(args.context_parallel_size, args.process_index)
+        self.context_group, shard = context_group(args.context_parallel_size, args.process_index)
         self.carried = CarriedStates(model.config) if data.stateful else None
         self.eval_collator = Collator(data.separate_documents, shard=shard)
         collator = Collator(data.separate_documents, lanes=data.stateful, shard=shard)
@@ -299,13 +301,20 @@ class FracTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if resume_from_checkpoint:
-            last = checkpoints.last_checkpoint(self._output_dir)
-            folder = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
-            if folder is not None:
-                self._load_position(folder)
-            self.resumed_from = folder
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        """As Trainer has it; a checkpoint is verified first."""
+        asked, folder = resume_from_checkpoint, None
+        if asked is True:
+            folder = on_main(self.args, lambda: newest_whole(self._output_dir))
+        elif asked:
+            folder = on_main(self.args, lambda: check_asked(Path(asked)))
+        return self.train_from(folder, trial, ignore_keys_for_eval)
+
+    def train_from(self, folder: Path | None, trial: Any = None, ignore_keys: Any = None) -> Any:
+        """Train from a checkpoint that was verified, or from the beginning."""
+        if folder is not None:
+            self._load_position(folder)
+        self.resumed_from = folder
+        return super().train(None if folder is None else str(folder), trial, ignore_keys)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse what Trainer warns of, but for tied weights, which are saved under one name."""
@@ -383,13 +392,3 @@ class FracTrainer(Trainer):
             if self.args.should_save:
                 self._save(str(draft), state_dict=state)
         return Path(self._output_dir) / "final"
-
-
-def _context(size: int, rank: int) -> tuple[Any, tuple[int, int]]:
-    """The group of ranks that share this one's sequences, and (rank in it, size)."""
-    if size == 1:
-        return None, (0, 1)
-    # Every process must make every group, in the same order.
-    starts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(list(range(start, start + size))) for start in starts]
-    return groups[rank // size], (rank % size, size)

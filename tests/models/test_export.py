@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
 
+from flash_frac.manifest import MANIFEST, ManifestError, check_manifest, write_manifest
 from flash_frac.models import FracConfig, FracForCausalLM, FracModel
 from flash_frac.models.export import CODE, auto_map, export
 from tests.models.conftest import make_model
@@ -59,3 +60,23 @@ def test_pushing_a_configuration_pushes_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(FracConfig, "push_to_hub", lambda self, *x, **y: pushed.append((x, y)))
     make_model().config.save_pretrained(tmp_path / "mine", push_to_hub=True, private=True)
     assert pushed == [(("mine",), {"private": True})]
+
+
+def test_a_copy_is_listed_as_it_is(tmp_path):
+    """Its config.json is another than that of the source; damage is not copied."""
+    source = tmp_path / "saved"
+    make_model().save_pretrained(source)
+    write_manifest(source)
+    check_manifest(export(source, tmp_path / "exported"))
+    with (source / "model.safetensors").open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(ManifestError, match=r"model.safetensors is damaged"):
+        export(source, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_saving_over_a_checkpoint_drops_its_list(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    write_manifest(tmp_path)
+    make_model().save_pretrained(tmp_path)
+    assert MANIFEST not in files_of(tmp_path)

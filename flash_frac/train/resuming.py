@@ -1,0 +1,92 @@
+"""Which checkpoint a run goes on from: one whose files are those of its manifest.
+
+Resuming from a checkpoint without its optimizer, or with other bytes in it, would go on as another
+run. One like that is put aside and the one before it is taken; a line says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
+from flash_frac.models.loading import damaged_file
+from flash_frac.train.checkpoint import checkpoints
+
+# Trainer takes another step without a word where one of these is missing; an optimizer of FSDP
+# has a folder.
+_STATE = ("optimizer*", "scheduler.pt", "trainer_state.json")
+
+
+def newest_whole(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint that its manifest confirms, or None if there is no checkpoint at all.
+
+    Newer ones that are refused are renamed to damaged-checkpoint-<step>: nothing is lost, and the
+    run writes them again.
+
+    Raises:
+        ValueError: if there are checkpoints, and all are refused.
+    """
+    refused: dict[Path, ManifestError] = {}
+    for folder in reversed(checkpoints(output_dir)):
+        try:
+            check_manifest(folder)
+        except ManifestError as error:
+            refused[folder] = error
+            continue
+        for damaged, error in refused.items():
+            aside = _put_aside(damaged)
+            print(f"{error}: taking {folder.name} instead; {aside} is put aside", flush=True)
+        return folder
+    if refused:
+        reasons = "; ".join(map(str, refused.values()))
+        unlisted = [path for path, error in refused.items() if isinstance(error, NoManifestError)]
+        also = (f", or resume unverified with --resume_from_checkpoint {x}" for x in unlisted)
+        raise ValueError(
+            f"output_dir {output_dir} holds no checkpoint that can be resumed: {reasons}. Delete "
+            f"them to begin again{next(also, '')}"
+        )
+    return None
+
+
+def _put_aside(checkpoint: Path) -> Path:
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(checkpoint, aside)
+    return aside
+
+
+def check_asked(folder: Path) -> Path:
+    """A checkpoint that the user names; ValueError that names its first bad file.
+
+    One without a manifest, as earlier versions wrote them, is taken if it looks complete.
+    """
+    if not (folder / "trainer_state.json").exists():
+        raise ValueError(
+            f"resume_from_checkpoint {folder} is no complete checkpoint: it has no "
+            "trainer_state.json"
+        )
+    try:
+        check_manifest(folder)
+    except NoManifestError:
+        damage = damaged_file(folder) or _lacking(folder)
+        if damage is not None:
+            raise ValueError(f"resume_from_checkpoint {folder} is refused: {damage}") from None
+        print(f"{folder} has no {MANIFEST}: its files cannot be verified", flush=True)
+    except ManifestError as error:
+        raise ValueError(f"resume_from_checkpoint {folder} is refused: {error}") from error
+    return folder
+
+
+def _lacking(folder: Path) -> str | None:
+    for pattern in _STATE:
+        if next(folder.glob(pattern), None) is None:
+            return f"{folder / pattern} is missing"
+    return None
+
+
+def describe_fresh_parts(folder: Path) -> str | None:
+    """What begins again because the checkpoint was saved without it, by save_only_model."""
+    lacking = _lacking(folder)
+    return lacking and f"{lacking}: optimizer and learning rate begin again (save_only_model)"
