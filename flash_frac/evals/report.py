@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flash_frac.drawing import (
@@ -24,9 +25,13 @@ from flash_frac.drawing import (
     length_axis,
 )
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
-from flash_frac.files import read_json, write_text
+from flash_frac.files import check_object, read_object, write_text
 
 MISSING = "–"
+# What tables and figures need of a result.
+UNIT = MappingProxyType(
+    {"suite": str, "task": str, "length": int | None, "conditions": dict, "results": dict}
+)
 # Documents that a footnote names, at most.
 NAMED = 10
 COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
@@ -195,7 +200,13 @@ def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
-    return read_json(path)
+    try:
+        report = read_object(path, {"model": str, "units": list})
+        for number, unit in enumerate(report["units"], 1):
+            check_object(unit, f"{path} unit {number}", UNIT)
+    except ValueError as error:
+        raise ValueError(f"{error}; the same `frac eval` writes it again") from error
+    return report
 
 
 def _named_apart(

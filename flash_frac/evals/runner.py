@@ -30,10 +30,10 @@ from flash_frac.evals.examples import (
     source_of,
 )
 from flash_frac.evals.identity import identity_in_memory, identity_of_checkpoint
-from flash_frac.evals.report import markdown
+from flash_frac.evals.report import UNIT, markdown
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
-from flash_frac.files import read_json, write_json, write_text
+from flash_frac.files import read_object, write_json, write_text
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer
 from flash_frac.provenance import provenance, version_of
 
@@ -267,7 +267,7 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
     """Whether a result is there; ValueError if it is of something else."""
     if not place.is_file():
         return False
-    record = read_json(place)
+    record = _read_record(place)
     now = {**conditions, **model}
     before = {**record["conditions"], **record["model"]}
     # The same model may stand elsewhere by now.
@@ -279,6 +279,13 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
             f"{place} has other conditions ({changes}): delete it, or choose another --out"
         )
     return True
+
+
+def _read_record(place: Path) -> dict[str, Any]:
+    try:
+        return read_object(place, {**UNIT, "model": dict})
+    except ValueError as error:
+        raise ValueError(f"{error}; delete it, and it is measured again") from error
 
 
 def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +324,7 @@ def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
         if (out / name).is_dir():
             suite = SUITES[name]
             order = {task.name: n for n, task in enumerate(suite.tasks)}
-            records = [read_json(path) for path in (out / name).glob("*.json")]
+            records = [_read_record(path) for path in (out / name).glob("*.json")]
             if suite.own is None:
                 records = [record for record in records if record["task"] in order]
             last = len(order)

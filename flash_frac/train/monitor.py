@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from flash_frac.files import write_rows
+from flash_frac.files import read_objects, write_rows
 
 LOG_NAME = "log.jsonl"
 # Dense bfloat16 rates of matrix products in TFLOP/s, from the makers' data sheets.
@@ -95,11 +95,17 @@ class JsonLinesCallback(TrainerCallback):
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The logs in a log.jsonl; a last line that was cut off is left out."""
-    if not Path(path).exists():
+    """The logs in a log.jsonl; a last line that was cut off is left out.
+
+    ValueError that names file and line if another is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
         return []
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+    try:
+        return read_objects(path, {"step": int}, cut_off=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; delete that line") from error
 
 
 def device_peak_flops(device: torch.device) -> float | None:

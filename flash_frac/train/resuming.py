@@ -10,6 +10,8 @@ import os
 import shutil
 from pathlib import Path
 
+from transformers import TrainerState
+
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
 from flash_frac.train.checkpoint import checkpoints
@@ -70,7 +72,7 @@ def check_asked(folder: Path) -> Path:
     try:
         check_manifest(folder)
     except NoManifestError:
-        damage = damaged_file(folder) or _lacking(folder)
+        damage = damaged_file(folder) or _lacking(folder) or _damaged_state(folder)
         if damage is not None:
             raise ValueError(f"resume_from_checkpoint {folder} is refused: {damage}") from None
         print(f"{folder} has no {MANIFEST}: its files cannot be verified", flush=True)
@@ -83,6 +85,16 @@ def _lacking(folder: Path) -> str | None:
     for pattern in _STATE:
         if next(folder.glob(pattern), None) is None:
             return f"{folder / pattern} is missing"
+    return None
+
+
+def _damaged_state(folder: Path) -> str | None:
+    path = folder / "trainer_state.json"
+    try:
+        TrainerState.load_from_json(str(path))
+    # Of JSON, of its encoding, and of fields that are missing or strange.
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{path} is damaged: {error}"
     return None
 
 

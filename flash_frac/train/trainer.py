@@ -333,7 +333,7 @@ class FracTrainer(Trainer):
             self.carried.load(folder / self._carried_name(), self.args.device)
         if isinstance(self.train_dataset, StreamingDataset):
             if (folder / STREAM_NAME).exists():
-                bookmark = Bookmark.from_json((folder / STREAM_NAME).read_text())
+                bookmark = Bookmark.read(folder / STREAM_NAME)
                 together = self.args.train_batch_size * self.args.world_size
                 together *= max(self.args.dataloader_num_workers, 1)
                 self.train_dataset.resume(bookmark, together)

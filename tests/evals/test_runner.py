@@ -81,9 +81,16 @@ def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monk
     results = (tmp_path / "out" / "results.md").read_text()
     assert "left out, without local files: lm/winogrande, lm/openbookqa.\n" in results
     assert "| Model | PIQA acc ↑ |" in results and "ARC" not in results
-    (tmp_path / "out" / "lm" / "piqa.json").write_text("{")
-    with pytest.raises(ValueError, match=r"piqa\.json is not JSON"):
-        evaluate(str(checkpoint), tmp_path / "out", options(data_dir=SAMPLES))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"suite": "lm"}'])
+@pytest.mark.parametrize("task", TASKS[:2])
+def test_damaged_results_are_named(checkpoint, tmp_path, task, content):
+    """That of the task that is asked for, and another beside it."""
+    evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
+    (tmp_path / "lm" / f"{task}.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{task}\.json .*; delete it, and it is measured again"):
+        evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
 
 
 def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypatch):
