@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 
 from flash_frac.data import StreamingDataset
 from flash_frac.train.checkpoint import last_checkpoint
-from flash_frac.train.resuming import describe_fresh_parts
+from flash_frac.train.parallel import on_main
+from flash_frac.train.resuming import best_of, check_best, describe_fresh_parts
 
 if TYPE_CHECKING:
     from flash_frac.train.trainer import FracTrainer
@@ -31,10 +32,20 @@ class Course(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._find_best(args, state)
         if state.global_step >= state.max_steps:
             raise AlreadyTrained
         if self.trainer.resumed_from is not None and args.should_save:
             print(describe_resuming(self.trainer), flush=True)
+
+    def _find_best(self, args: Any, state: Any) -> None:
+        """Look for the best checkpoint beside the others: Trainer forgets it if they have moved."""
+        best = self.trainer.resumed_from and best_of(self.trainer.resumed_from)
+        if best is None:
+            return
+        if args.load_best_model_at_end:
+            on_main(args, lambda: check_best(best))
+        state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:

@@ -1,17 +1,21 @@
-"""What a run logs, to the console and as lines of JSON, and the matrix rates of devices."""
+"""What a run logs, to the console and as lines of JSON: speed, memory, and the memory law."""
 
 from __future__ import annotations
 
 import json
+import math
+import resource
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from flash_frac.files import read_objects, write_rows
+from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 
 LOG_NAME = "log.jsonl"
 # Dense bfloat16 rates of matrix products in TFLOP/s, from the makers' data sheets.
@@ -114,3 +118,20 @@ def device_peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has used, of the GPU or, without one, of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    # On Linux in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def memory_law(model: Any, ids: Tensor) -> dict[str, float]:
+    """The memory of every Frac layer on some tokens (1, T), and their mean horizon."""
+    layers, law = memory_statistics(model, ids), {}
+    for number, layer in zip(layer_numbers(model), layers, strict=True):
+        law |= layer.as_dict(f"memory/layer_{number}/")
+    law["memory/horizon"] = math.exp(sum(math.log(x.horizon) for x in layers) / len(layers))
+    return law

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import TrainerState
 
+from flash_frac.files import read_json
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
 from flash_frac.train.checkpoint import checkpoints
@@ -102,3 +103,27 @@ def describe_fresh_parts(folder: Path) -> str | None:
     """What begins again because the checkpoint was saved without it, by save_only_model."""
     lacking = _lacking(folder)
     return lacking and f"{lacking}: optimizer and learning rate begin again (save_only_model)"
+
+
+def check_best(folder: Path) -> None:
+    """ValueError unless the checkpoint that `final` is to be is there and whole."""
+    problem = None if folder.is_dir() else f"{folder} is missing"
+    try:
+        if folder.is_dir():
+            check_manifest(folder)
+    except NoManifestError:
+        problem = damaged_file(folder)
+    except ManifestError as error:
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(
+            f"{problem}: it is the best checkpoint so far, which load_best_model_at_end makes the "
+            "final model. Bring it back, resume from an earlier one with --resume_from_checkpoint, "
+            "or set load_best_model_at_end to false"
+        )
+
+
+def best_of(checkpoint: Path) -> Path | None:
+    """The best checkpoint so far as one knows it, wherever their folder is now."""
+    best = read_json(checkpoint / "trainer_state.json")["best_model_checkpoint"]
+    return None if best is None else checkpoint.parent / Path(best).name

@@ -113,6 +113,7 @@ def _train(trainer: FracTrainer, resume: Path | None) -> Path:
     except AlreadyTrained:
         if args.should_save:
             print(f"This run is finished: {resume} is its last checkpoint", flush=True)
+        trainer.load_best()
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
     if wanted and trainer.state.global_step not in seen:

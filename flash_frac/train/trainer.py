@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -30,35 +29,28 @@ from transformers.utils import logging
 
 from flash_frac.data import Bookmark, Collator, StreamingDataset
 from flash_frac.files import write_text
-from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.context import CountingCollator, Seen
 from flash_frac.train.course import Course
+from flash_frac.train.decay import decayed_parameters
 from flash_frac.train.flops import training_flops
-from flash_frac.train.monitor import ConsoleCallback, JsonLinesCallback, device_peak_flops
+from flash_frac.train.monitor import (
+    ConsoleCallback,
+    JsonLinesCallback,
+    device_peak_flops,
+    memory_law,
+    peak_memory_gib,
+)
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.parallel import context_group, on_main
 from flash_frac.train.recipe import Recipe
-from flash_frac.train.resuming import check_asked, newest_whole
+from flash_frac.train.resuming import check_asked, check_best, newest_whole
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
 logger = logging.get_logger(__name__)
 LAW_TOKENS = 2048
 STREAM_NAME = "stream.json"
-_DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
-
-
-def decayed_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that weight decay is for: weights of projections, conv, embeddings.
-
-    Norms, biases, the bias of Δ, D, the gates of read and write and learned timescales are spared.
-    """
-    names = [
-        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _DECAYED)
-    ]
-    known = dict(model.named_parameters())
-    return [name for name in names if name in known]
 
 
 class FracTrainer(Trainer):
@@ -270,12 +262,7 @@ class FracTrainer(Trainer):
             rate = speed["tokens_per_second"] * cost
             speed["mfu"] = rate / self.peak_flops / self.args.world_size
         self._seen = Seen()
-        if self.args.device.type == "cuda":
-            speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        else:
-            # On Linux in KiB.
-            speed["peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return speed
+        return speed | {"peak_memory_gib": peak_memory_gib(self.args.device)}
 
     def _memory_law(self) -> dict[str, float]:
         """The memory of every layer on the beginning of the last batch."""
@@ -284,12 +271,8 @@ class FracTrainer(Trainer):
         model.set_context_group(None)
         ids = self._last_inputs["input_ids"][:1, :LAW_TOKENS].to(self.args.device)
         with self.compute_loss_context_manager():
-            layers = memory_statistics(model, ids)
+            law = memory_law(model, ids)
         model.set_context_group(self.context_group)
-        law: dict[str, float] = {}
-        for number, layer in zip(layer_numbers(model), layers, strict=True):
-            law |= layer.as_dict(f"memory/layer_{number}/")
-        law["memory/horizon"] = math.exp(sum(math.log(x.horizon) for x in layers) / len(layers))
         self._paused += time.perf_counter() - started
         return law
 
@@ -315,6 +298,24 @@ class FracTrainer(Trainer):
             self._load_position(folder)
         self.resumed_from = folder
         return super().train(None if folder is None else str(folder), trial, ignore_keys)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        # Trainer would delete the last checkpoint, by which the same command knows that it is done.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+
+    def load_best(self) -> None:
+        """Take the weights of the best checkpoint, where load_best_model_at_end wants them."""
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._load_best_model()
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        on_main(self.args, lambda: check_best(best))
+        super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse what Trainer warns of, but for tied weights, which are saved under one name."""
@@ -373,10 +374,12 @@ class FracTrainer(Trainer):
                 self.carried.save(draft / self._carried_name())
             if self._bookmark is not None and self.args.process_index == 0:
                 write_text(draft / STREAM_NAME, self._bookmark.to_json())
-            if self.state.best_model_checkpoint and self.args.should_save:
+            if self.state.best_model_checkpoint:
+                # All processes load it at the end.
                 best = Path(self.state.best_model_checkpoint).name
                 self.state.best_model_checkpoint = os.path.join(self._output_dir, best)
-                self.state.save_to_json(str(draft / "trainer_state.json"))
+                if self.args.should_save:
+                    self.state.save_to_json(str(draft / "trainer_state.json"))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             checkpoints.rotate(self._output_dir, self.args.save_total_limit, best)
