@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -145,10 +146,20 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> Path:
-    """Write an object as JSON that people can read."""
-    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Write an object as JSON that people can read; NaN and inf become null."""
+    return write_text(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """A value for JSON, which has no number for NaN and inf: None in their place."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write one object a line."""
-    return write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    """Write one object a line; NaN and inf become null."""
+    lines = (json.dumps(without_nan(row), ensure_ascii=False) + "\n" for row in rows)
+    return write_text(path, "".join(lines))

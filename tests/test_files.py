@@ -1,8 +1,12 @@
 """Files that are damaged are named, with the line where they have lines."""
 
+import json
+import math
+
+import numpy as np
 import pytest
 
-from flash_frac.files import read_object, read_objects, read_table
+from flash_frac.files import read_object, read_objects, read_table, write_json, write_rows
 
 BROKEN = {
     b"": "is not JSON",
@@ -30,6 +34,20 @@ def test_a_damaged_object_is_named(tmp_path, content):
     with pytest.raises(ValueError) as caught:
         read_objects(path, {"step": int})
     assert str(caught.value).startswith(f"{path} line 2 {BROKEN[content]}")
+
+
+def test_json_has_no_nan(tmp_path):
+    """Strict readers, such as browsers, refuse a file with NaN in it."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    value = {"a": math.nan, "b": [1.5, -math.inf, (math.inf,)], "c": np.float64("nan")}
+    text = write_json(tmp_path / "one.json", value).read_text()
+    expected = {"a": None, "b": [1.5, None, [None]], "c": None}
+    assert json.loads(text, parse_constant=refuse) == expected
+    text = write_rows(tmp_path / "rows.jsonl", [value]).read_text()
+    assert json.loads(text, parse_constant=refuse) == expected
 
 
 def test_a_line_that_was_cut_off_can_be_left_out(tmp_path):

@@ -154,6 +154,9 @@ def _notes(report: dict[str, Any], suite: Suite) -> str:
     for task, names in dropped.items():
         more = f" and {len(names) - NAMED} more, in results.json" if len(names) > NAMED else ""
         notes.append(f"left out of {task}: {', '.join(names[:NAMED])}{more}")
+    for unit in units:
+        if strange := unit["results"].get("not_finite"):
+            notes.append(f"NaN or inf in {unit['task']}: {', '.join(strange)}")
     absent = {task.name for task in suite.tasks} - {unit["task"] for unit in units}
     if absent:
         notes.append(f"not measured: {', '.join(sorted(absent))}")

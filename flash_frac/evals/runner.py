@@ -11,6 +11,7 @@ A result that is there is not measured again; one of other settings or another m
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -301,6 +302,9 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
     results["num_truncated"] = results.get("num_cut", 0) + lm.num_truncated
     results["tokens_read"] = results.get("tokens_read", lm.tokens_read)
     seconds = time.perf_counter() - start
+    strange = [k for k, x in results.items() if isinstance(x, float) and not math.isfinite(x)]
+    # In the file they are null; which they are must not be lost.
+    results |= {"not_finite": strange} if strange else {}
     shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
     cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
     print(f"{where}: {shown} on {results['num_examples']:,} examples{cut}, {seconds:.0f} s")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flash_frac.extras import require
-from flash_frac.files import check_folder
+from flash_frac.files import check_folder, write_json
 from flash_frac.quickstart import corpus
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(
         **_bits(result, length),
         "sample": _sample(result),
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    write_json(folder / "results.json", results)
     _draw(result, results, folder)
     say(_closing(results, folder))
     return results

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from flash_frac.files import read_objects, write_rows
+from flash_frac.files import read_objects, without_nan, write_rows
 from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 
 LOG_NAME = "log.jsonl"
@@ -92,7 +92,8 @@ class JsonLinesCallback(TrainerCallback):
             path = Path(args.output_dir) / LOG_NAME
             try:
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                    line = without_nan({"step": state.global_step, **logs})
+                    file.write(json.dumps(line) + "\n")
             except OSError as error:
                 # A full disk is reported without the name of the file.
                 raise OSError(error.errno, error.strerror, str(path)) from error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import datasets
 import pytest
@@ -91,6 +92,21 @@ def test_damaged_results_are_named(checkpoint, tmp_path, task, content):
     (tmp_path / "lm" / f"{task}.json").write_text(content)
     with pytest.raises(ValueError, match=rf"{task}\.json .*; delete it, and it is measured again"):
         evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
+
+
+def test_a_result_that_is_not_finite_is_null(checkpoint, tmp_path, monkeypatch):
+    """And said to be so: an empty cell could mean that nothing was measured."""
+    measure = harness.measure
+    broken = {"acc,none": math.nan, "ppl,none": math.inf}
+    monkeypatch.setattr(harness, "measure", lambda request: measure(request) | broken)
+    evaluate(str(checkpoint), tmp_path, options(tasks=("piqa",), limit=1))
+    for name in ("results.json", "lm/piqa.json"):
+        content = json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)
+        unit = content["units"][0] if "units" in content else content
+        assert unit["results"]["acc,none"] is unit["results"]["ppl,none"] is None
+        assert unit["results"]["not_finite"] == ["acc,none", "ppl,none"]
+    table = (tmp_path / "results.md").read_text()
+    assert "| – |" in table and "NaN or inf in piqa: acc,none, ppl,none" in table
 
 
 def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypatch):
