@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under another name, then renamed.
+"""Files that are whole or not there: written under another name, brought to the disk, then renamed.
 
 Outputs are checked before the work that they are to hold, and texts name their file when they
 cannot be read.
@@ -140,9 +140,11 @@ def write_text(path: Path, text: str) -> Path:
     """Write a file at once, making its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path
+    try:
+        partial.write_text(text, encoding="utf-8")
+        return put_in_place(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> Path:
@@ -163,3 +165,40 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     """Write one object a line; NaN and inf become null."""
     lines = (json.dumps(without_nan(row), ensure_ascii=False) + "\n" for row in rows)
     return write_text(path, "".join(lines))
+
+
+def put_in_place(draft: Path, target: Path, *, durable: bool = True) -> Path:
+    """Rename a finished file or folder; after a power cut the old one or the new one is there.
+
+    Its files reach the disk before the rename, and the rename before this returns. They get the
+    mode that the user's umask asks for, which safetensors does not heed.
+
+    Args:
+        durable: wait for the disk. Else a power cut may damage it, which its reader must notice.
+    """
+    inner = list(draft.rglob("*")) if draft.is_dir() else []
+    for path in (*inner, draft):
+        if path.is_file():
+            path.chmod(0o666 & ~_umask())
+        if durable:
+            sync(path)
+    os.replace(draft, target)
+    for folder in {draft.parent, target.parent} if durable else ():
+        sync(folder)
+    return target
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    # It can only be read by setting it; meanwhile other threads may make files that are private.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

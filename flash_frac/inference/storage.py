@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flash_frac.files import put_in_place
 from flash_frac.inference.state import StreamMark, empty_cache, mixers, states_of
 from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer
@@ -230,10 +231,7 @@ def write_file(
     draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
     try:
         save_file(tensors, draft, {**facts, "checksum": _checksum(facts, tensors)})
-        if sync:
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-        os.replace(draft, path)
+        put_in_place(draft, path, durable=sync)
     finally:
         draft.unlink(missing_ok=True)
 

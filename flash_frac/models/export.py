@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flash_frac.files import read_object
+from flash_frac.files import put_in_place, read_object
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 
 MODULE = "modeling_frac"
@@ -74,7 +74,7 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
         write_code(draft)
         if verified:
             write_manifest(draft)
-        os.replace(draft, target)
+        put_in_place(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target

@@ -1,8 +1,8 @@
 """Checkpoints that are there whole or not at all.
 
-One is written under `.saving` and renamed to `checkpoint-<step>` when complete; an old one is
-renamed to `.removing` before it is deleted. Whatever moment a process dies, the folders named
-checkpoint-* are complete. A manifest, written last, tells what became of one since.
+One is written under `.saving-<process>` and renamed to `checkpoint-<step>` when complete; an old
+one is renamed to `.removing-<process>` before it is deleted. Whatever moment a process dies, the
+folders named checkpoint-* are complete. A manifest, written last, tells what became of one since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flash_frac.extras import require
+from flash_frac.files import put_in_place, sync
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
+from flash_frac.train.lock import process_name
 
 SAVING, REMOVING = ".saving", ".removing"
 SHARDS = "pytorch_model_fsdp_0"
@@ -43,42 +45,50 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def clear_leftovers(output_dir: str | Path) -> None:
-    """Delete what a process that died left half-written or half-deleted."""
-    for name in (SAVING, REMOVING):
-        shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+    """Delete what processes that died left half-written or half-deleted; the caller has the lock.
+
+    Earlier versions did not name the process.
+    """
+    for prefix in (SAVING, REMOVING):
+        for folder in Path(output_dir).glob(f"{prefix}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def whole(
-    output_dir: str | Path, name: str, *, main: bool, wait: Callable[[], object]
+    output_dir: str | Path, name: str, *, writer: str, main: bool, wait: Callable[[], object]
 ) -> Iterator[Path]:
     """A folder to write into, which becomes output_dir/name when all processes are done.
 
     Args:
-        main: whether this process is the one that renames and deletes.
+        writer: name of the process that renames and deletes, and of the draft.
+        main: whether this process is that one.
         wait: returns when all processes have called it.
 
     Raises:
         CheckpointError: if files cannot be written; the folder is then deleted.
 
-    Example: `with whole("runs/a", "final", main=True, wait=lambda: None) as draft: ...`
+    Example:
+        >>> with whole("a", "final", writer=process_name(), main=True, wait=lambda: None) as draft:
+        ...     (draft / "config.json").touch()
     """
+    drafts = Path(output_dir) / f"{SAVING}-{writer}"
+    draft = drafts / name
     if main:
-        clear_leftovers(output_dir)
+        shutil.rmtree(drafts, ignore_errors=True)
     wait()
-    draft = Path(output_dir) / SAVING / name
     try:
         draft.mkdir(parents=True, exist_ok=True)
         yield draft
         wait()
         if main:
             write_manifest(draft)
-            publish(output_dir, name)
+            publish(draft, Path(output_dir))
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search(_UNWRITTEN, str(error)):
             raise
         last = last_checkpoint(output_dir)
-        clear_leftovers(output_dir)
+        shutil.rmtree(drafts, ignore_errors=True)
         raise CheckpointError(
             f"{name} could not be written to {output_dir}: {error}. Make room; the last good "
             f"checkpoint is {last or 'none'}, from which the same command resumes"
@@ -86,35 +96,31 @@ def whole(
     wait()
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the files of a folder, and its listing, to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def publish(output_dir: str | Path, name: str) -> Path:
-    """Make the finished checkpoint `name` under .saving a checkpoint of the run."""
-    folder = Path(output_dir)
-    draft, final = folder / SAVING / name, folder / name
-    sync_folder(draft)
-    if final.exists():
-        remove(final)
-    os.replace(draft, final)
-    sync_folder(folder / SAVING)
-    (folder / SAVING).rmdir()
+def publish(draft: Path, folder: Path) -> Path:
+    """Make a finished draft a checkpoint, or the final model, of the run in a folder."""
+    for path in folder.iterdir():
+        if path.is_file():
+            # The log up to a checkpoint is as safe as the checkpoint.
+            sync(path)
+    final = folder / draft.name
+    before = _set_aside(final) if final.exists() else None
+    put_in_place(draft, final)
+    draft.parent.rmdir()
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
     return final
 
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint; at no moment is there half of one under its name."""
-    doomed = checkpoint.parent / REMOVING
+    shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    doomed = checkpoint.parent / f"{REMOVING}-{process_name()}"
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -> None:
@@ -154,5 +160,4 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
         if (checkpoint / name).exists():
             shutil.copy2(checkpoint / name, draft / name)
     write_manifest(draft)
-    os.replace(draft, output)
-    return output
+    return put_in_place(draft, output)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from flash_frac.provenance import provenance
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.arguments import ModelArguments
 from flash_frac.train.course import AlreadyTrained, saying_what_is_kept
+from flash_frac.train.lock import locked
 from flash_frac.train.parallel import on_main
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.resuming import check_asked, newest_whole
@@ -72,10 +74,17 @@ def train(recipe: Recipe) -> TrainResult:
         >>> result = train(load_recipe("small"))
         >>> result.model.generate(...)
     """
-    args = recipe.training
     # Of loading and saving files; a bar for each would bury that of the run.
     logging.disable_progress_bar()
     output_dir = _output_folder(recipe)
+    with ExitStack() as stack:
+        on_main(recipe.training, lambda: stack.enter_context(locked(output_dir)))
+        return _run(recipe, output_dir)
+
+
+def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
+    """`train`, in a folder that no other run writes to."""
+    args = recipe.training
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     set_beginning(tokenizer, recipe.data.add_bos_token)
     set_seed(args.seed)

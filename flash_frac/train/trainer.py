@@ -25,15 +25,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils import logging
 
-from flash_frac.data import Bookmark, Collator, StreamingDataset
+from flash_frac.data import Collator, StreamingDataset
 from flash_frac.files import write_text
 from flash_frac.train import checkpoint as checkpoints
+from flash_frac.train import resuming
 from flash_frac.train.context import CountingCollator, Seen
 from flash_frac.train.course import Course
 from flash_frac.train.decay import decayed_parameters
 from flash_frac.train.flops import training_flops
+from flash_frac.train.lock import process_name
 from flash_frac.train.monitor import (
     ConsoleCallback,
     JsonLinesCallback,
@@ -44,13 +45,10 @@ from flash_frac.train.monitor import (
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.parallel import context_group, on_main
 from flash_frac.train.recipe import Recipe
-from flash_frac.train.resuming import check_asked, check_best, newest_whole
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
 
-logger = logging.get_logger(__name__)
 LAW_TOKENS = 2048
-STREAM_NAME = "stream.json"
 
 
 class FracTrainer(Trainer):
@@ -104,6 +102,7 @@ class FracTrainer(Trainer):
         self.peak_flops = peak or device_peak_flops(args.device)
         # Where Trainer writes a checkpoint while it is not complete.
         self._draft_dir: str | None = None
+        self._writer = on_main(args, process_name)
         self.resumed_from: Path | None = None
         self._last_inputs: dict[str, Any] = {}
         self.keeps_bookmarks, self._bookmark = True, None
@@ -287,9 +286,9 @@ class FracTrainer(Trainer):
         """As Trainer has it; a checkpoint is verified first."""
         asked, folder = resume_from_checkpoint, None
         if asked is True:
-            folder = on_main(self.args, lambda: newest_whole(self._output_dir))
+            folder = on_main(self.args, lambda: resuming.newest_whole(self._output_dir))
         elif asked:
-            folder = on_main(self.args, lambda: check_asked(Path(asked)))
+            folder = on_main(self.args, lambda: resuming.check_asked(Path(asked)))
         return self.train_from(folder, trial, ignore_keys_for_eval)
 
     def train_from(self, folder: Path | None, trial: Any = None, ignore_keys: Any = None) -> Any:
@@ -314,7 +313,7 @@ class FracTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
-        on_main(self.args, lambda: check_best(best))
+        on_main(self.args, lambda: resuming.check_best(best))
         super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -333,15 +332,9 @@ class FracTrainer(Trainer):
         if self.carried is not None:
             self.carried.load(folder / self._carried_name(), self.args.device)
         if isinstance(self.train_dataset, StreamingDataset):
-            if (folder / STREAM_NAME).exists():
-                bookmark = Bookmark.read(folder / STREAM_NAME)
-                together = self.args.train_batch_size * self.args.world_size
-                together *= max(self.args.dataloader_num_workers, 1)
-                self.train_dataset.resume(bookmark, together)
-            else:
-                logger.warning(
-                    f"{folder} has no {STREAM_NAME}: the stream is read again from its beginning."
-                )
+            together = self.args.train_batch_size * self.args.world_size
+            together *= max(self.args.dataloader_num_workers, 1)
+            resuming.resume_stream(self.train_dataset, folder, together)
 
     def _carried_name(self) -> str:
         return f"carried_{self.args.process_index}.safetensors"
@@ -354,7 +347,8 @@ class FracTrainer(Trainer):
     def _whole(self, name: str) -> AbstractContextManager[Path]:
         """A folder to write into, which becomes `name` in output_dir when all ranks are done."""
         wait = self.accelerator.wait_for_everyone
-        return checkpoints.whole(self._output_dir, name, main=self.args.should_save, wait=wait)
+        main, writer = self.args.should_save, self._writer
+        return checkpoints.whole(self._output_dir, name, writer=writer, main=main, wait=wait)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._draft_dir or super()._get_output_dir(trial)
@@ -373,7 +367,7 @@ class FracTrainer(Trainer):
             if self.carried is not None:
                 self.carried.save(draft / self._carried_name())
             if self._bookmark is not None and self.args.process_index == 0:
-                write_text(draft / STREAM_NAME, self._bookmark.to_json())
+                write_text(draft / resuming.STREAM_NAME, self._bookmark.to_json())
             if self.state.best_model_checkpoint:
                 # All processes load it at the end.
                 best = Path(self.state.best_model_checkpoint).name
