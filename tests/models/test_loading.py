@@ -10,6 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from flash_frac.manifest import MANIFEST, write_manifest
 from flash_frac.models import loading
 from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 from tests.commands import make_checkpoint
@@ -87,6 +88,42 @@ def test_a_damaged_or_missing_shard_is_named(copy):
     shards[1].unlink()
     with pytest.raises(ValueError, match=rf"cannot be loaded: .*{shards[1].name}"):
         load_model(copy)
+
+
+def flip(path, position=-9):
+    """One bit, which leaves the size and a finite weight."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_weights_are_those_of_the_manifest(copy, monkeypatch):
+    write_manifest(copy)
+    assert load_model(copy) is not None
+    # People edit settings, and drop what they do not need.
+    flip(copy / "generation_config.json", 2)
+    (copy / "tokenizer.json").unlink()
+    assert load_model(copy) is not None
+    flip(copy / WEIGHTS)
+    with pytest.raises(
+        ValueError, match=r"is refused: .*model\.safetensors is damaged: its content"
+    ):
+        load_model(copy)
+    # Of large files the size alone is compared.
+    monkeypatch.setattr(loading, "VERIFIED_BYTES", 1000)
+    assert load_model(copy) is not None
+    (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes() + b"0")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: it has \d+ bytes"):
+        load_model(copy)
+
+
+def test_the_advice_on_weights_that_were_changed_works(copy):
+    write_manifest(copy)
+    flip(copy / WEIGHTS)
+    with pytest.raises(ValueError, match=r"delete manifest\.json there if you have changed it"):
+        load_model(copy)
+    (copy / MANIFEST).unlink()
+    assert load_model(copy) is not None
 
 
 def test_a_missing_tokenizer(copy):
