@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_frac.files import write_text
+from flash_frac.files import read_table, write_text
 from flash_frac.provenance import provenance, version_of
 
 Key = tuple[str, ...]
@@ -36,14 +36,13 @@ class Table:
         self.path, self.columns, self.num_key = Path(path), tuple(columns), num_key
         self.rows: dict[Key, dict[str, str]] = {}
         if self.path.exists():
-            with self.path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                if tuple(reader.fieldnames or ()) != self.columns:
-                    raise ValueError(
-                        f"{self.path} must have the columns {', '.join(self.columns)}, got "
-                        f"{', '.join(reader.fieldnames or ())}; move it away or name another file"
-                    )
-                self.rows = {self._key(row): row for row in reader}
+            columns, rows = read_table(self.path)
+            if tuple(columns) != self.columns:
+                raise ValueError(
+                    f"{self.path} must have the columns {', '.join(self.columns)}, got "
+                    f"{', '.join(columns)}; move it away or name another file"
+                )
+            self.rows = {self._key(row): row for row in rows}
 
     def _key(self, row: Mapping[str, object]) -> Key:
         return tuple(str(row[name]) for name in self.columns[: self.num_key])

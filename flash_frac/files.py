@@ -6,11 +6,19 @@ cannot be read.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType, UnionType
 from typing import Any
+
+# Of a value of JSON.
+Kind = type | UnionType
+NO_FIELDS: Mapping[str, Kind] = MappingProxyType({})
 
 
 def check_folder(folder: Path, option: str) -> Path:
@@ -47,8 +55,85 @@ def read_json(path: Path) -> Any:
     """What a file of JSON holds; ValueError that names it if it is damaged."""
     try:
         return json.loads(decode_text(path.read_bytes(), path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def read_object(path: Path, fields: Mapping[str, Kind] = NO_FIELDS) -> dict[str, Any]:
+    """The object in a file of JSON; ValueError that names the file if there is none.
+
+    Args:
+        fields: what the object must have, and of which type.
+
+    Example: `read_object(Path("run/run.json"), {"model": dict, "order": dict})["order"]`
+    """
+    return check_object(read_json(path), path, fields)
+
+
+def check_object(
+    content: Any, name: object, fields: Mapping[str, Kind] = NO_FIELDS
+) -> dict[str, Any]:
+    """The content, if it is an object with these fields; ValueError that begins with its name."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must be an object of JSON, got {str(content).strip()[:60]}")
+    for field, kind in fields.items():
+        if not isinstance(content.get(field), kind):
+            raise ValueError(
+                f"{name} is damaged: {field!r} must be of type {getattr(kind, '__name__', kind)}, "
+                f"got {str(content.get(field))[:60]}"
+            )
+    return content
+
+
+def read_objects(
+    path: Path, fields: Mapping[str, Kind] = NO_FIELDS, *, cut_off: bool = False
+) -> list[dict[str, Any]]:
+    """The objects of a file with one a line; ValueError that names file and line if one is damaged.
+
+    Args:
+        fields: as for `read_object`.
+        cut_off: leave out a last line without its end, where a process may have been killed.
+
+    Example: `read_objects(Path("data/lm/piqa.jsonl"))[0]["goal"]`
+    """
+    rows = []
+    with path.open("rb") as lines:
+        for number, content in enumerate(lines, 1):
+            name = f"{path} line {number}"
+            if cut_off and not content.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(decode_text(content, name))
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"{name} is not JSON: {error}") from error
+            rows.append(check_object(row, name, fields))
+    return rows
+
+
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a CSV file; ValueError that names file and line if a row is not whole.
+
+    Example: `columns, rows = read_table(Path("benchmarks/results/h200.csv"))`
+    """
+    text = decode_text(path.read_bytes(), path)
+    remedy = "restore the file, or delete that line"
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[dict[str, str]] = []
+    try:
+        columns = next(reader, [])
+        for cells in reader:
+            if len(cells) != len(columns):
+                raise ValueError(
+                    f"{path} line {reader.line_num} has {len(cells)} values for {len(columns)} "
+                    f"columns: {remedy}"
+                )
+            rows.append(dict(zip(columns, cells, strict=True)))
+    except csv.Error as error:
+        raise ValueError(f"{path} line {reader.line_num} is damaged ({error}): {remedy}") from error
+    # The last value may have lost its end.
+    if text and not text.endswith("\n"):
+        raise ValueError(f"{path} line {reader.line_num} is cut off, it has no line end: {remedy}")
+    return columns, rows
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -63,13 +148,23 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> Path:
-    """Write an object as JSON that people can read."""
-    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Write an object as JSON that people can read; NaN and inf become null."""
+    return write_text(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """A value for JSON, which has no number for NaN and inf: None in their place."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write one object a line."""
-    return write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    """Write one object a line; NaN and inf become null."""
+    lines = (json.dumps(without_nan(row), ensure_ascii=False) + "\n" for row in rows)
+    return write_text(path, "".join(lines))
 
 
 def put_in_place(draft: Path, target: Path, *, durable: bool = True) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,8 +75,15 @@ def read_manifest(folder: str | Path) -> dict[str, Entry]:
         raise ManifestError(f"{path} is damaged: it is no list of files ({error!r})") from error
 
 
-def check_manifest(folder: str | Path) -> None:
-    """Compare all files of a folder with its manifest, their sizes before their sums.
+def check_manifest(folder: str | Path, pattern: str = "*", *, most_bytes: int | None = None) -> int:
+    """Compare the files of a folder with its manifest, their sizes before their sums.
+
+    Args:
+        pattern: only files whose paths in the folder match it.
+        most_bytes: if they have more bytes than that, compare their sizes alone.
+
+    Returns:
+        How many files were compared.
 
     Raises:
         NoManifestError: if there is no manifest.
@@ -84,9 +92,11 @@ def check_manifest(folder: str | Path) -> None:
     Example: `check_manifest("quickstart/final")`
     """
     folder = Path(folder)
-    files = read_manifest(folder)
+    files = {name: x for name, x in read_manifest(folder).items() if fnmatch(name, pattern)}
     for name, entry in files.items():
         _check_size(folder / name, entry.size)
+    if most_bytes is not None and sum(entry.size for entry in files.values()) > most_bytes:
+        return len(files)
     try:
         sums = list(_sums([folder / name for name in files]))
     except OSError as error:
@@ -96,6 +106,7 @@ def check_manifest(folder: str | Path) -> None:
             raise ManifestError(
                 f"{folder / name} is damaged: its content does not match its checksum in {MANIFEST}"
             )
+    return len(files)
 
 
 def _check_size(path: Path, wanted: int) -> None:

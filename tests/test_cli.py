@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import flash_frac
+from flash_frac.manifest import write_manifest
 from flash_frac.models import FracForCausalLM
 from tests.commands import frac, make_checkpoint
 from tests.tiny import tiny_config
@@ -104,6 +105,24 @@ def test_every_command_refuses_a_broken_model(command, not_finite, tmp_path, mon
     problem = "is refused: tensors with NaN or inf: model.norm.weight"
     assert done.stderr.splitlines()[-1].startswith("frac: ") and problem in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_doctor_verifies_a_checkpoint(checkpoint, tmp_path):
+    """All of its files, by the manifest that training writes."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert "not verified: no manifest.json" in " ".join(frac("doctor", folder).stdout.split())
+    write_manifest(folder)
+    done = frac("doctor", folder)
+    assert done.returncode == 0 and "files have the checksums of" in done.stdout
+    for name in ("model.safetensors", "config.json"):
+        whole = (folder / name).read_bytes()
+        # A digit of the settings, and a bit of the last weight.
+        (folder / name).write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])
+        done = frac("doctor", folder)
+        assert done.returncode == 1 and "Wrong: files" in done.stdout
+        # Lines are wrapped to the terminal.
+        assert f"{name} is damaged".replace(" ", "") in "".join(done.stdout.split())
+        (folder / name).write_bytes(whole)
 
 
 def test_doctor_examines_a_checkpoint(checkpoint, not_finite, tmp_path):

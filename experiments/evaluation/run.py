@@ -107,6 +107,7 @@ def rows_of(unit: dict[str, Any], suite: Suite, vocab_size: int, data_dir: Path)
     results, seconds = unit["results"], unit["seconds"]
     task = next(t for t in suite.with_tasks([unit["task"]]).tasks if t.name == unit["task"])
     for metric in task.metrics:
+        value = results[metric.key]
         chance = chance_of(
             suite,
             Unit(task=task, length=unit["length"]),
@@ -120,7 +121,8 @@ def rows_of(unit: dict[str, Any], suite: Suite, vocab_size: int, data_dir: Path)
             "task": task.name,
             "length": unit["length"],
             "metric": metric.key.split(",")[0],
-            "value": f"{results[metric.key] * metric.scale:.5g}",
+            # A result that is not finite is null.
+            "value": None if value is None else f"{value * metric.scale:.5g}",
             "chance": None if chance is None else f"{chance * metric.scale:.5g}",
             "samples": results["num_examples"],
             "tokens_read": results["tokens_read"],

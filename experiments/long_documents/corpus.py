@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.long_documents.recall import Phrases, find_phrases
+from flash_frac.files import read_object
 
 # Two bytes are one token, which the coder is told so that it keeps their statistics apart.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lp": 1, "pb": 1, "dict_size": 1 << 26}]
@@ -67,7 +68,8 @@ def read_corpus(folder: Path) -> Corpus:
             f"folder must hold corpus.json, got {folder}; python -m "
             "experiments.long_documents.prepare makes it"
         )
-    facts = json.loads((folder / "corpus.json").read_text())
+    counts = dict.fromkeys(("train", "held_out", "held_out_documents", "vocab_size"), int)
+    facts = read_object(folder / "corpus.json", {**counts, "phrases": dict})
     parts = {}
     for name in ("train", "held_out"):
         with lzma.open(folder / f"{name}.xz") as file:

@@ -28,6 +28,7 @@ from experiments.mixed_models.models import (
 )
 from experiments.table import Table, out_folder
 from experiments.training import Schedule
+from flash_frac.files import read_object
 from flash_frac.models import FracForCausalLM
 
 HERE = Path(__file__).parent
@@ -87,7 +88,8 @@ def train(options: argparse.Namespace, table: Table, protocol: study.Protocol) -
 def measure_again(options: argparse.Namespace, table: Table, protocol: study.Protocol) -> None:
     """Checkpoints with each of the slopes; their rows have the slope in the name of the model."""
     for folder in options.measure_only:
-        facts = json.loads((folder / FACTS).read_text()) | protocol.made_with
+        facts = read_object(folder / FACTS, {"model": str, "seed": int, "steps": int})
+        facts |= protocol.made_with
         names = {f"{facts['model']}_temperature_{slope:g}": slope for slope in options.slopes}
         for name, slope in names.items() or ((facts["model"], None),):
             job = study.Job(name, facts["lr"], facts["seed"], facts["steps"])

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flash_frac.drawing import GREY, OURS, PALE, figure_at, length_axis
+from flash_frac.files import read_table
 
 HERE = Path(__file__).parent
 TRAINED = 4096
 
 Rows = list[dict[str, str]]
-
-
-def read(path: Path) -> Rows:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def draw_losses(axes: Any, losses: Rows) -> None:
@@ -50,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="folder of both files")
     folder = parser.parse_args(arguments).out
     with figure_at(folder / "figure.svg", (9, 3.2), [1, 1]) as (_, (left, right)):
-        draw_losses(left, read(folder / "loss.csv"))
-        draw_contexts(right, read(folder / "results.csv"))
+        draw_losses(left, read_table(folder / "loss.csv")[1])
+        draw_contexts(right, read_table(folder / "results.csv")[1])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from flash_frac.bench.timing import Times
+from flash_frac.files import read_table
 from flash_frac.provenance import provenance
 
 MADE_WITH = ("command", "commit", "machine", "threads", "python", "torch", "triton", "transformers")
@@ -98,11 +99,10 @@ def default_path(results: Path) -> Path:
 
 
 def check_header(path: Path, columns: Sequence[str] = COLUMNS) -> None:
-    """ValueError if the file exists with other columns."""
+    """ValueError if the file exists with other columns, or damaged."""
     if not path.exists():
         return
-    with path.open(newline="") as file:
-        header = next(csv.reader(file), [])
+    header, _ = read_table(path)
     if header != list(columns):
         differ = sorted(set(header) ^ set(columns)) or ["their order"]
         raise ValueError(
@@ -117,8 +117,7 @@ def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, st
     Example: `read_rows(Path("benchmarks/results/h200.csv"))[-1]["tokens_per_s"]`
     """
     check_header(path, columns)
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_table(path)[1]
 
 
 def append_rows(rows: Iterable[Mapping], path: Path, columns: Sequence[str] = COLUMNS) -> None:

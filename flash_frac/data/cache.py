@@ -10,8 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from flash_frac.data.arguments import DataArguments
+from flash_frac.data.drafts import collect_drafts, open_draft
 from flash_frac.data.encoding import Encoder, mark_held_out
 from flash_frac.data.hub import HubDocuments
 from flash_frac.data.sources import find_files, read_documents, suffix_of
@@ -118,20 +117,16 @@ class _Maker:
         contents = [{k: v for k, v in fact.items() if k != "name"} for fact in source.facts]
         key = _hash({"format": FORMAT, "contents": contents, **settings})[:32]
         entry = self.cache / key
+        collect_drafts(self.cache)
         if not entry.is_dir():
             with self._writing():
                 self.cache.mkdir(parents=True, exist_ok=True)
-            # No two writers share one, and no reader looks at a hidden folder.
-            draft = self.cache / f".{key}.{uuid.uuid4().hex}"
-            try:
-                self._write(draft, source, settings, seed=seed, share=share)
+                draft = open_draft(self.cache, key)
+            with draft:
+                self._write(draft.folder, source, settings, seed=seed, share=share)
                 with self._writing():
-                    _move(draft, entry)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
-        return Splits(
-            TokenStore(entry / "train"), TokenStore(entry / "held_out") if share > 0 else None
-        )
+                    _move(draft.folder, entry)
+        return _open(entry, ["train", "held_out"] if share > 0 else ["train"])
 
     def _write(
         self, draft: Path, source: _Source, settings: dict[str, Any], *, seed: int, share: float
@@ -140,7 +135,6 @@ class _Maker:
         writers: list[StoreWriter] = []
         try:
             with self._writing():
-                draft.mkdir()
                 writers += [StoreWriter(draft / name, self.encoder.dtype) for name in names]
             documents = mark_held_out(source.read(self.progress), seed=seed, share=share)
             for held_out, ids, ends in self.encoder.encode_documents(documents):
@@ -164,6 +158,19 @@ class _Maker:
                 f"cache_dir: cannot write tokens to {self.cache} ({error}); make room there or "
                 "make it writable, or set cache_dir to another folder"
             ) from error
+
+
+def _open(entry: Path, names: Sequence[str]) -> Splits:
+    """The stores of a cache entry, which are compared with their checksums.
+
+    That takes less time than hashing the sources, which a run with files has done by then.
+    """
+    try:
+        train, *held_out = [TokenStore(entry / name) for name in names]
+    except ValueError as error:
+        # All of it: half an entry is never completed.
+        raise ValueError(f"{error}; delete {entry}, and it will be made again") from error
+    return Splits(train, held_out[0] if held_out else None)
 
 
 def _check_split(writers: Sequence[StoreWriter], share: float) -> None:

@@ -4,6 +4,7 @@
   followed by the eos token, and nothing else.
 - `documents.npy`: int64, where each document starts, and at last where all end.
 - `meta.json`: counts, the tokenizer's hash, the sources, the version of the format.
+- `manifest.json`: sizes and checksums of the others.
 """
 
 from __future__ import annotations
@@ -13,16 +14,27 @@ import os
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+from flash_frac.files import read_object
+from flash_frac.manifest import check_manifest, write_manifest
+
+# 2: with a manifest.
+FORMAT = 2
+# What an encoder writes; numpy reads many more, some of which are pointers.
+DTYPES = ("<u2", "<u4")
 
 
 class TokenStore:
     """A finished store, opened for reading.
+
+    Args:
+        folder: what a `StoreWriter` has written.
+        check: compare the files with their checksums, for which all of them are read.
 
     Attributes:
         num_tokens, num_documents: counts; eos tokens are counted.
@@ -32,11 +44,13 @@ class TokenStore:
     Example: `store = TokenStore("tokens/train"); ids = store.tokens(0, 1024)`
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, check: bool = True) -> None:
         self.folder = Path(folder)
         try:
-            self.meta: dict[str, Any] = json.loads((self.folder / "meta.json").read_text())
-            self._check_format()
+            self.meta: dict[str, Any] = read_object(self.folder / "meta.json")
+            self._check_meta()
+            if check:
+                check_manifest(self.folder)
             self.num_tokens: int = self.meta["num_tokens"]
             self.num_documents: int = self.meta["num_documents"]
             self.starts: np.ndarray = np.load(
@@ -45,22 +59,36 @@ class TokenStore:
             self._tokens = np.memmap(
                 self.folder / "tokens.bin", np.dtype(self.meta["dtype"]), mode="r"
             )
+            self._check_boundaries()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.folder} is no readable token store ({error}); delete it, and it will be "
-                "made again"
-            ) from error
-        # A disk that was full, or a copy that stopped, must not look like shorter data.
-        if len(self._tokens) != self.num_tokens or len(self.starts) != self.num_documents + 1:
-            raise ValueError(
-                f"{self.folder} is damaged: meta.json counts {self.num_tokens} tokens and "
-                f"{self.num_documents} documents, the files hold {len(self._tokens)} and "
-                f"{len(self.starts) - 1}; delete it, and it will be made again"
-            )
+            raise ValueError(f"{self.folder} is no whole token store: {error}") from error
 
-    def _check_format(self) -> None:
-        if self.meta["format"] != FORMAT:
-            raise ValueError(f"format {self.meta['format']}, this version reads {FORMAT}")
+    def _check_meta(self) -> None:
+        path = self.folder / "meta.json"
+        known = {"format": (FORMAT,), "dtype": DTYPES}
+        for name, values in known.items():
+            if (value := self.meta.get(name)) not in values:
+                raise ValueError(f"{path} has {name} {value!r}, this version reads {values}")
+        for name in ("num_tokens", "num_documents"):
+            if type(self.meta.get(name)) is not int:
+                raise ValueError(f"{path} has no whole number {name}")
+
+    def _check_boundaries(self) -> None:
+        """A disk that was full, or a copy that stopped, must not look like shorter data."""
+        starts = self.starts
+        if starts.dtype != np.int64 or starts.shape != (self.num_documents + 1,):
+            raise ValueError(
+                f"documents.npy holds {starts.dtype} {starts.shape}, expected int64 "
+                f"({self.num_documents + 1},)"
+            )
+        if len(self._tokens) != self.num_tokens:
+            raise ValueError(
+                f"meta.json counts {self.num_tokens} tokens, tokens.bin holds {len(self._tokens)}"
+            )
+        if starts[0] != 0 or starts[-1] != self.num_tokens or (np.diff(starts) <= 0).any():
+            raise ValueError(
+                f"the starts in documents.npy do not rise from 0 to {self.num_tokens}, the end"
+            )
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """A copy of tokens [start, stop) as (stop - start,) int64; both must be in the store."""
@@ -77,9 +105,10 @@ class TokenStore:
             f"num_documents={self.num_documents})"
         )
 
-    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
         # A spawned dataloader worker opens the files itself; the tokens would be copied otherwise.
-        return TokenStore, (self.folder,)
+        # They have been checked.
+        return partial(TokenStore, check=False), (self.folder,)
 
 
 class StoreWriter:
@@ -110,7 +139,7 @@ class StoreWriter:
             self._starts.append(self.num_tokens)
 
     def close(self, meta: Mapping[str, Any]) -> None:
-        """Write the index and `meta`, with the counts, and see everything onto the disk."""
+        """Write the index, `meta` with the counts, and the manifest, all of it onto the disk."""
         _sync(self._file)
         with open(self.folder / "documents.npy", "wb") as file:
             np.save(file, np.frombuffer(self._starts, np.int64))
@@ -124,6 +153,7 @@ class StoreWriter:
         with open(self.folder / "meta.json", "w") as file:
             json.dump(counts | dict(meta), file, indent=1)
             _sync(file)
+        write_manifest(self.folder)
 
     def abandon(self) -> None:
         """Let go of the file; what was written is of no use."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
+from pathlib import Path
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -17,6 +18,7 @@ from flash_frac.data.cache import prepare_held_out
 from flash_frac.data.encoding import Encoder, is_held_out
 from flash_frac.data.hub import HubDocuments, Position
 from flash_frac.data.packing import Item, PackedDataset, check_length, make_item
+from flash_frac.files import read_object
 
 # Little text at a time, so that the first item does not wait for megabytes of download.
 BATCH_CHARACTERS = 1 << 16
@@ -39,14 +41,18 @@ class Bookmark:
     position: Position
 
     def to_json(self) -> str:
-        """For a file, which `from_json` reads."""
+        """For a file, which `read` takes."""
         return json.dumps({**vars(self), "tokens": self.tokens.tolist()})
 
     @classmethod
-    def from_json(cls, text: str) -> Bookmark:
-        """What `to_json` wrote."""
-        content = json.loads(text)
-        return cls(**{**content, "tokens": np.array(content["tokens"], np.int64)})
+    def read(cls, path: Path) -> Bookmark:
+        """From a file with what `to_json` gave; ValueError that names it if it is damaged."""
+        kinds = {"item": int, "tokens": list, "starts": list}
+        content = read_object(path, kinds)
+        try:
+            return cls(**{**content, "tokens": np.array(content["tokens"], np.int64)})
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 class StreamingDataset(IterableDataset[Item]):

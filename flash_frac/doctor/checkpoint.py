@@ -1,13 +1,15 @@
-"""A checkpoint: whether it is there, whole and finite, has a tokenizer, and gives finite logits."""
+"""A checkpoint: whether it is there, as written and finite, has a tokenizer, and computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flash_frac.doctor import Finding
+from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, read_model
 
 REPLACE = "copy or download the checkpoint again, or go back to an earlier one"
@@ -25,6 +27,8 @@ def examine_checkpoint(name: str) -> Iterator[Finding]:
         return
     where = "a model of the hub" if found.folder is None else "a folder"
     yield Finding("checkpoint", "ok", f"{found.name}, {where}")
+    if found.folder is not None:
+        yield _files(found.folder)
     yield _tokenizer(found)
     try:
         model, problems = read_model(found, dtype="auto")
@@ -35,6 +39,19 @@ def examine_checkpoint(name: str) -> Iterator[Finding]:
     # With such weights the logits say nothing more.
     if not problems:
         yield _logits(model)
+
+
+def _files(folder: Path) -> Finding:
+    """Whether all files are those that were written, however large they are."""
+    try:
+        count = check_manifest(folder)
+    except NoManifestError:
+        found = f"not verified: no {MANIFEST}, which checkpoints of `frac train` have"
+        return Finding("files", "ok", found)
+    except ManifestError as error:
+        remedy = f"{REPLACE}; if you have changed it yourself, delete {folder / MANIFEST}"
+        return Finding("files", "wrong", str(error), remedy)
+    return Finding("files", "ok", f"{count} files have the checksums of {MANIFEST}")
 
 
 def _tokenizer(found: Found) -> Finding:

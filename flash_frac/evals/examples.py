@@ -8,7 +8,6 @@ DIR/niah/*.txt                      essays in which needles are hidden
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from unittest.mock import patch
 
 from flash_frac.evals.suites import SUITES, Request, Suite, Task, check_suites
 from flash_frac.extras import require
-from flash_frac.files import decode_text, write_rows
+from flash_frac.files import read_objects, write_rows
 
 SOURCE = "SOURCE.txt"
 
@@ -82,17 +81,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     Example: `read_rows(Path("data/lm/piqa.jsonl"))[0]["goal"]`
     """
-    rows = []
-    with path.open("rb") as lines:
-        for number, content in enumerate(lines, 1):
-            line = decode_text(content, f"{path} line {number}")
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number} must be an object, got {line.strip()[:60]}")
-            rows.append(row)
+    rows = read_objects(path)
     if not rows:
         raise ValueError(f"{path} holds no line; one JSON object a line is expected")
     return rows

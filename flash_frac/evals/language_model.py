@@ -20,7 +20,7 @@ from flash_frac.inference import Engine, Request
 from flash_frac.inference.generation_settings import settings_of
 from flash_frac.inference.sampling import SamplingSettings
 from flash_frac.models import FracForCausalLM
-from flash_frac.models.loading import load_model
+from flash_frac.models.loading import find_checkpoint, load_model
 
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM
 _harness: Any = require("lm_eval.models.utils", "eval", "FracLM")
@@ -95,7 +95,8 @@ class FracLM(HFLM):
         if not self.strict:
             return super()._create_model(pretrained, **options)
         # One device; lm-eval's other ways to load are for those who call it themselves.
-        self._model = load_model(pretrained, dtype=options["dtype"]).to(self.device)
+        found = find_checkpoint(pretrained, revision=options["revision"])
+        self._model = load_model(found, dtype=options["dtype"]).to(self.device)
 
     def allow(self, max_length: int) -> None:
         """Give the model so many tokens at most from now on, and count from zero what it reads

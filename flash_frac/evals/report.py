@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flash_frac.drawing import (
@@ -24,9 +25,13 @@ from flash_frac.drawing import (
     length_axis,
 )
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
-from flash_frac.files import read_json, write_text
+from flash_frac.files import check_object, read_object, write_text
 
 MISSING = "–"
+# What tables and figures need of a result.
+UNIT = MappingProxyType(
+    {"suite": str, "task": str, "length": int | None, "conditions": dict, "results": dict}
+)
 # Documents that a footnote names, at most.
 NAMED = 10
 COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
@@ -149,6 +154,9 @@ def _notes(report: dict[str, Any], suite: Suite) -> str:
     for task, names in dropped.items():
         more = f" and {len(names) - NAMED} more, in results.json" if len(names) > NAMED else ""
         notes.append(f"left out of {task}: {', '.join(names[:NAMED])}{more}")
+    for unit in units:
+        if strange := unit["results"].get("not_finite"):
+            notes.append(f"NaN or inf in {unit['task']}: {', '.join(strange)}")
     absent = {task.name for task in suite.tasks} - {unit["task"] for unit in units}
     if absent:
         notes.append(f"not measured: {', '.join(sorted(absent))}")
@@ -195,7 +203,13 @@ def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
-    return read_json(path)
+    try:
+        report = read_object(path, {"model": str, "units": list})
+        for number, unit in enumerate(report["units"], 1):
+            check_object(unit, f"{path} unit {number}", UNIT)
+    except ValueError as error:
+        raise ValueError(f"{error}; the same `frac eval` writes it again") from error
+    return report
 
 
 def _named_apart(

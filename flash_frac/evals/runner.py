@@ -3,16 +3,17 @@
     OUT/<suite>/<unit>.json     one result, with the settings it was measured with
     OUT/results.json            all of them
     OUT/results.md              the paper's tables with a row for this model
+    OUT/hashes.json             hashes of the checkpoint's files
 
 A result that is there is not measured again; one of other settings or another model is an error.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,12 @@ from flash_frac.evals.examples import (
     no_downloads,
     source_of,
 )
-from flash_frac.evals.report import markdown
+from flash_frac.evals.identity import identity_in_memory, identity_of_checkpoint
+from flash_frac.evals.report import UNIT, markdown
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
-from flash_frac.files import read_json, write_json, write_text
-from flash_frac.models.loading import find_checkpoint, find_tokenizer
+from flash_frac.files import read_object, write_json, write_text
+from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer
 from flash_frac.provenance import provenance, version_of
 
 
@@ -121,24 +123,22 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
         (SUITES[name], unit) for name in settings.suites for unit in settings.units(SUITES[name])
     ]
     plan, left_out = _available(plan, settings)
-    if lm is None and settings.data_dir is None and not out.exists():
-        # Before data are fetched for it.
-        find_checkpoint(checkpoint)
-    model = {"checkpoint": checkpoint, "weights": _weights(checkpoint)}
-    where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
-    done = [
-        _kept(_place(out, suite, unit), _conditions(suite, unit, settings, where_data), model)
-        for suite, unit in plan
-    ]
     with ExitStack() as stack:
         if settings.data_dir is not None:
             stack.enter_context(no_downloads())
+        # Before data are fetched for it.
+        model, load = _model(checkpoint, out, settings, lm)
+        where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
+        done = [
+            _kept(_place(out, suite, unit), _conditions(suite, unit, settings, where_data), model)
+            for suite, unit in plan
+        ]
         for index, (suite, unit) in enumerate(plan):
             where = f"[{index + 1}/{len(plan)}] {suite.name}/{unit.name}"
             if done[index]:
                 print(f"{where}: kept from before")
                 continue
-            lm = lm or _load(checkpoint, settings)
+            lm = lm or load()
             conditions = _conditions(suite, unit, settings, where_data)
             request = Request(
                 lm=lm,
@@ -188,16 +188,29 @@ def _available(
     return kept, [f"{suite}/{task}" for suite, task in wanted if (suite, task) not in there]
 
 
-def _load(checkpoint: str, settings: Settings) -> Any:
-    from flash_frac.evals.language_model import FracLM
-
+def _model(
+    checkpoint: str, out: Path, settings: Settings, lm: Any
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """What a result says of its model, and a function that loads it."""
+    if lm is not None and not Path(checkpoint).is_dir():
+        return {"checkpoint": checkpoint, **identity_in_memory(lm)}, lambda: lm
     found = find_checkpoint(checkpoint)
-    if settings.tokenizer is None:
+    if lm is not None:
+        tokenizer = lm.tokenizer
+    elif settings.tokenizer is None:
         tokenizer = find_tokenizer(found)
     else:
         tokenizer = load_tokenizer(settings.tokenizer, needs_eos=False)
+    identity = identity_of_checkpoint(found, tokenizer, out)
+    return {"checkpoint": checkpoint, **identity}, lambda: _load(found, tokenizer, settings)
+
+
+def _load(found: Found, tokenizer: Any, settings: Settings) -> Any:
+    from flash_frac.evals.language_model import FracLM
+
     lm = FracLM(
         found.name,
+        revision=found.options.get("revision", "main"),
         tokenizer=tokenizer,
         strict=True,
         batch_size=settings.batch_size,
@@ -209,19 +222,6 @@ def _load(checkpoint: str, settings: Settings) -> Any:
             "than once, with different --suite, --tasks or --lengths and the same --out"
         )
     return lm
-
-
-def _weights(checkpoint: str) -> str:
-    """A fingerprint of a folder's model, from its configuration and the ends of its weights."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        return f"hub:{checkpoint}"
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65536))
-            digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read())
-    return digest.hexdigest()[:16]
 
 
 def _place(out: Path, suite: Suite, unit: Unit) -> Path:
@@ -268,9 +268,11 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
     """Whether a result is there; ValueError if it is of something else."""
     if not place.is_file():
         return False
-    record = read_json(place)
-    now = {**conditions, "weights": model["weights"]}
-    before = {**record["conditions"], "weights": record["model"]["weights"]}
+    record = _read_record(place)
+    now = {**conditions, **model}
+    before = {**record["conditions"], **record["model"]}
+    # The same model may stand elsewhere by now.
+    del now["checkpoint"]
     differ = [key for key in now if now[key] != before.get(key)]
     if differ:
         changes = ", ".join(f"{key} {before.get(key)} there and {now[key]} now" for key in differ)
@@ -278,6 +280,13 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
             f"{place} has other conditions ({changes}): delete it, or choose another --out"
         )
     return True
+
+
+def _read_record(place: Path) -> dict[str, Any]:
+    try:
+        return read_object(place, {**UNIT, "model": dict})
+    except ValueError as error:
+        raise ValueError(f"{error}; delete it, and it is measured again") from error
 
 
 def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[str, Any]:
@@ -293,6 +302,9 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
     results["num_truncated"] = results.get("num_cut", 0) + lm.num_truncated
     results["tokens_read"] = results.get("tokens_read", lm.tokens_read)
     seconds = time.perf_counter() - start
+    strange = [k for k, x in results.items() if isinstance(x, float) and not math.isfinite(x)]
+    # In the file they are null; which they are must not be lost.
+    results |= {"not_finite": strange} if strange else {}
     shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
     cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
     print(f"{where}: {shown} on {results['num_examples']:,} examples{cut}, {seconds:.0f} s")
@@ -316,7 +328,7 @@ def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
         if (out / name).is_dir():
             suite = SUITES[name]
             order = {task.name: n for n, task in enumerate(suite.tasks)}
-            records = [read_json(path) for path in (out / name).glob("*.json")]
+            records = [_read_record(path) for path in (out / name).glob("*.json")]
             if suite.own is None:
                 records = [record for record in records if record["task"] in order]
             last = len(order)

@@ -15,14 +15,20 @@ from transformers.utils import logging
 
 from flash_frac.manifest import MANIFEST
 from flash_frac.models.export import auto_map, write_code
-from flash_frac.models.fields import check_names, check_types, nearest, own_fields, unknown_names
+from flash_frac.models.fields import (
+    check_names,
+    check_ranges,
+    check_types,
+    nearest,
+    own_fields,
+    unknown_names,
+)
 from flash_frac.models.mixers import (
     ATTENTION,
     LAYER_TYPES,
     MLP_EXPAND,
     check_attention,
     check_delta,
-    check_mlp,
     check_num_layers,
     mixer_types_of,
 )
@@ -188,6 +194,7 @@ class FracConfig(PreTrainedConfig):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         check_types(vars(self), get_annotations(FracConfig, eval_str=True))
+        check_ranges(vars(self))
         if self.intermediate_size is None:
             self.intermediate_size = int(self.frac_expand * self.hidden_size)
         if self.frac_head_dim is None:
@@ -204,7 +211,6 @@ class FracConfig(PreTrainedConfig):
         self.mixer_types = mixer_types_of(
             self.mixer_types, attention_layers, self.num_hidden_layers
         )
-        check_mlp(self)
         check_attention(self)
         if "delta" in self.mixer_types:
             check_delta(self)
@@ -266,20 +272,12 @@ class FracConfig(PreTrainedConfig):
                 "frac_tau_min and frac_tau_max must satisfy 0 < frac_tau_min < frac_tau_max, "
                 f"got {self.frac_tau_min} and {self.frac_tau_max}"
             )
-        if not 0 < self.frac_write_scale_init < 1:
-            raise ValueError(
-                f"frac_write_scale_init must be in (0, 1), got {self.frac_write_scale_init}"
-            )
         if self.frac_dt_init is not None and not (
             self.frac_dt_min <= self.frac_dt_init <= self.frac_dt_max
         ):
             raise ValueError(
                 f"frac_dt_init must be None or in [frac_dt_min, frac_dt_max] = "
                 f"[{self.frac_dt_min}, {self.frac_dt_max}], got {self.frac_dt_init}"
-            )
-        if not self.frac_time_dilation >= 1:
-            raise ValueError(
-                f"frac_time_dilation must be at least 1, got {self.frac_time_dilation}"
             )
         if self.frac_learned_timescales and self.frac_prior == "exact":
             raise ValueError(

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flash_frac.files import put_in_place
+from flash_frac.files import put_in_place, read_object
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 
 MODULE = "modeling_frac"
@@ -53,7 +53,7 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     source, target = Path(checkpoint), Path(folder)
     if not (source / "config.json").is_file():
         raise ValueError(f"checkpoint must be a folder with a config.json, got {source}")
-    config = json.loads((source / "config.json").read_text())
+    config = read_object(source / "config.json")
     if config.get("model_type") != "frac":
         raise ValueError(
             f"checkpoint must be of a Frac model, got model_type {config.get('model_type')!r}"

@@ -1,9 +1,10 @@
-"""Names and types of a configuration's fields: a misspelt one must not build another model."""
+"""Names, types and ranges of a configuration's fields: a wrong one must not build another model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -35,14 +36,38 @@ _OF_TRANSFORMERS = {
     "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers_weights",
     "use_bfloat16",
 }  # fmt: skip
+# Fields with a range of their own; those whose range depends on others are checked by FracConfig.
+_RANGES: tuple[tuple[str, tuple[str, ...], Callable[[Any], bool]], ...] = (
+    (
+        "at least 1",
+        (
+            *("intermediate_size", "frac_head_dim", "max_position_embeddings", "frac_chunk_size"),
+            *("mlp_intermediate_size", "attention_intermediate_size", "attention_head_dim"),
+            *("attention_key_value_heads", "sliding_window", "frac_time_dilation"),
+            *("delta_num_heads", "delta_head_dim", "delta_conv_kernel"),
+        ),
+        lambda x: x >= 1,
+    ),
+    (
+        "at least 0",
+        (
+            *("pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"),
+            "attention_temperature_slope",
+        ),
+        lambda x: x >= 0,
+    ),
+    ("above 0", ("frac_expand", "delta_expand_v"), lambda x: x > 0),
+    ("in (0, 1)", ("rms_norm_eps", "frac_write_scale_init"), lambda x: 0 < x < 1),
+    ("in [0, 1)", ("attention_dropout",), lambda x: 0 <= x < 1),
+)
 _WORDS: dict[Any, str] = {
     int: "a whole number",
-    float: "a number",
+    float: "a finite number",
     bool: "true or false",
     str: "text",
     NoneType: "None",
     list[int]: "a list of whole numbers",
-    list[float]: "a list of numbers",
+    list[float]: "a list of finite numbers",
     list[str]: "a list of names",
     dict[str, Any]: "a mapping",
 }
@@ -108,6 +133,20 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {wanted}, got {values[name]!r}")
 
 
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """ValueError that names the first value which makes no sense; None is left to `check_types`.
+
+    Example: `check_ranges({"rms_norm_eps": 1e-6})`
+    """
+    for wanted, names, is_fine in _RANGES:
+        for name in names:
+            value = values.get(name)
+            if value is None:
+                continue
+            if not all(is_fine(x) for x in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
 def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, UnionType):
         return any(_fits(value, kind) for kind in get_args(hint))
@@ -117,5 +156,6 @@ def _fits(value: Any, hint: Any) -> bool:
         (kind,) = get_args(hint)
         return isinstance(value, list | tuple | range) and all(_fits(x, kind) for x in value)
     if hint is float:
-        return isinstance(value, int | float)
+        # A configuration is JSON, which has no NaN; and nothing here may be infinite.
+        return isinstance(value, int | float) and math.isfinite(value)
     return isinstance(value, get_origin(hint) or hint)

@@ -5,6 +5,7 @@ Letters: E hidden_size, K key channels of a delta head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -91,14 +92,6 @@ def _from_attention_layers(layers: Sequence[int], count: int) -> list[str]:
     return ["attention" if n in layers else "frac" for n in range(count)]
 
 
-def check_mlp(config: FracConfig) -> None:
-    """ValueError unless widths of MLPs are positive."""
-    for name in ("mlp_intermediate_size", "attention_intermediate_size"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
-
-
 def check_attention(config: FracConfig) -> None:
     """ValueError unless the fields of attention layers fit each other and the list of layers."""
     _check_window(config)
@@ -106,10 +99,6 @@ def check_attention(config: FracConfig) -> None:
     if not config.attention_layers:
         return
     heads = config.num_attention_heads
-    for name in ("attention_head_dim", "attention_key_value_heads"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
     if config.attention_head_dim is None and config.hidden_size % heads:
         raise ValueError(
             f"attention_head_dim must be given, because hidden_size ({config.hidden_size}) is no "
@@ -138,7 +127,14 @@ def _check_positions(config: FracConfig, head_dim: int) -> None:
             f"attention_head_dim must be even, for rotary positions, got {head_dim}; or set "
             "attention_positions='none'"
         )
-    kind = (config.attention_rope_parameters or {}).get("rope_type", "default")
+    rope = config.attention_rope_parameters or {}
+    for name in ("rope_theta", "factor", "partial_rotary_factor"):
+        value = rope.get(name, 1)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"attention_rope_parameters: {name} must be a number above 0, got {value!r}"
+            )
+    kind = rope.get("rope_type", "default")
     if kind not in (kinds := ("default", *ROPE_INIT_FUNCTIONS)):
         raise ValueError(
             f"attention_rope_parameters has an unknown rope_type {kind!r}; use one of "
@@ -155,8 +151,6 @@ def _check_temperature(config: FracConfig) -> None:
             f"attention_temperature_slope ({slope}) needs attention_temperature_length, the number "
             "of tokens from which it counts"
         )
-    if slope is not None and slope < 0:
-        raise ValueError(f"attention_temperature_slope must be at least 0, got {slope}")
     if length is not None and "attention" not in (config.mixer_types or []):
         raise ValueError(
             f"attention_temperature_length ({length}) needs a layer of type attention in "
@@ -166,10 +160,10 @@ def _check_temperature(config: FracConfig) -> None:
 
 def _check_window(config: FracConfig) -> None:
     slides, window = "sliding_attention" in (config.mixer_types or []), config.sliding_window
-    if slides and (window is None or window < 1):
+    if slides and window is None:
         raise ValueError(
-            "sliding_window must be the number of tokens that sliding_attention layers see, at "
-            f"least 1, got {window}"
+            "sliding_window must be the number of tokens that sliding_attention layers see, got "
+            "None"
         )
     if window is not None and not slides:
         raise ValueError(
@@ -180,12 +174,6 @@ def _check_window(config: FracConfig) -> None:
 
 def check_delta(config: FracConfig) -> None:
     """ValueError unless the fields of delta layers fit each other; completes those left out."""
-    for name in ("delta_num_heads", "delta_head_dim"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
-    if config.delta_conv_kernel < 1:
-        raise ValueError(f"delta_conv_kernel must be at least 1, got {config.delta_conv_kernel}")
     if config.delta_num_heads is None:
         config.delta_num_heads = config.num_attention_heads
     if config.delta_head_dim is None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from flash_frac.files import write_rows
+from flash_frac.files import read_objects, without_nan, write_rows
 from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 
 LOG_NAME = "log.jsonl"
@@ -92,18 +92,25 @@ class JsonLinesCallback(TrainerCallback):
             path = Path(args.output_dir) / LOG_NAME
             try:
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                    line = without_nan({"step": state.global_step, **logs})
+                    file.write(json.dumps(line) + "\n")
             except OSError as error:
                 # A full disk is reported without the name of the file.
                 raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The logs in a log.jsonl; a last line that was cut off is left out."""
-    if not Path(path).exists():
+    """The logs in a log.jsonl; a last line that was cut off is left out.
+
+    ValueError that names file and line if another is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
         return []
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+    try:
+        return read_objects(path, {"step": int}, cut_off=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; delete that line") from error
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+from transformers import TrainerState
 from transformers.utils import logging
 
 from flash_frac.data import Bookmark, StreamingDataset
@@ -77,7 +78,7 @@ def check_asked(folder: Path) -> Path:
     try:
         check_manifest(folder)
     except NoManifestError:
-        damage = damaged_file(folder) or _lacking(folder)
+        damage = damaged_file(folder) or _lacking(folder) or _damaged_state(folder)
         if damage is not None:
             raise ValueError(f"resume_from_checkpoint {folder} is refused: {damage}") from None
         print(f"{folder} has no {MANIFEST}: its files cannot be verified", flush=True)
@@ -90,6 +91,16 @@ def _lacking(folder: Path) -> str | None:
     for pattern in _STATE:
         if next(folder.glob(pattern), None) is None:
             return f"{folder / pattern} is missing"
+    return None
+
+
+def _damaged_state(folder: Path) -> str | None:
+    path = folder / "trainer_state.json"
+    try:
+        TrainerState.load_from_json(str(path))
+    # Of JSON, of its encoding, and of fields that are missing or strange.
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{path} is damaged: {error}"
     return None
 
 
@@ -126,7 +137,7 @@ def best_of(checkpoint: Path) -> Path | None:
 def resume_stream(dataset: StreamingDataset, folder: Path, together: int) -> None:
     """Read on where the stream of a checkpoint stopped; `together` rows are read at a time."""
     if (folder / STREAM_NAME).exists():
-        dataset.resume(Bookmark.from_json((folder / STREAM_NAME).read_text()), together)
+        dataset.resume(Bookmark.read(folder / STREAM_NAME), together)
     else:
         logger.warning(
             f"{folder} has no {STREAM_NAME}: the stream is read again from its beginning."

@@ -24,7 +24,7 @@ from flash_frac.data import (
     prepare,
     stream,
 )
-from flash_frac.files import write_text
+from flash_frac.files import read_object, write_text
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.loading import load_model
 from flash_frac.provenance import provenance
@@ -215,8 +215,7 @@ def _resume_point(
     last = checkpoints.last_checkpoint(folder)
     if last is None or not (folder / RUN_NAME).exists():
         return newest_whole(folder)
-    written = json.loads((folder / RUN_NAME).read_text(encoding="utf-8"))
-    before = {**written["model"], **written["order"]}
+    before = _settings_of_run(folder / RUN_NAME)
     # The content of a configuration counts and not its path, which is another on other machines.
     now = {name: getattr(config, name) for name in _MODEL_FIELDS} | order
     changed = [
@@ -228,6 +227,17 @@ def _resume_point(
             f"another output_dir, or resume it all the same with --resume_from_checkpoint {last}"
         )
     return newest_whole(folder)
+
+
+def _settings_of_run(path: Path) -> dict[str, Any]:
+    try:
+        written = read_object(path, {"model": dict, "order": dict})
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; it says which settings the run has: restore it, or delete it to resume "
+            "without a comparison"
+        ) from error
+    return {**written["model"], **written["order"]}
 
 
 def _order(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:

@@ -58,6 +58,17 @@ def test_another_header_is_refused(tmp_path, header, named):
     assert path.read_text() == before
 
 
+def test_nothing_is_appended_to_half_a_row(tmp_path):
+    path = tmp_path / "gpu.csv"
+    append_rows([row()], path)
+    before = path.read_text()[:-20]
+    path.write_text(before)
+    for touch in (lambda: append_rows([row()], path), lambda: read_rows(path)):
+        with pytest.raises(ValueError, match=r"gpu\.csv line 2 .*restore the file, or delete"):
+            touch()
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.csv")), ids=lambda path: path.name)
 def test_committed_rows_are_read(path):
     others = {"train": TRAIN_COLUMNS, "serve": SERVE_COLUMNS}

@@ -1,7 +1,9 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -18,6 +20,7 @@ from flash_frac.data import (
     prepare,
     prepare_held_out,
 )
+from flash_frac.data.drafts import collect_drafts
 
 TEXTS = [f"document {i} " * (i % 5 + 1) for i in range(200)]
 
@@ -201,7 +204,25 @@ def test_interruption_leaves_nothing_to_read(arguments, tmp_path, how):
     left = os.listdir(tmp_path / "cache")
     # A kill leaves its draft, which is hidden and never looked at; an interruption cleans up.
     assert all(name.startswith(".") for name in left) and len(left) == (how == signal.SIGKILL)
+    (tmp_path / "cache" / ".someone.else").mkdir()
     assert read(run(arguments).held_out) == [t for t in TEXTS if is_held_out(t, seed=0, share=0.1)]
+    # The next run collects what was left, and nothing else.
+    hidden = [name for name in os.listdir(tmp_path / "cache") if name.startswith(".")]
+    assert hidden == [".someone.else"]
+
+
+def test_the_draft_of_a_running_process_stays(arguments, tmp_path, monkeypatch):
+    """Even when another run, for other data, looks for leftovers meanwhile."""
+    write, seen = StoreWriter.write, []
+
+    def meanwhile(writer, *pieces, **options):
+        collect_drafts(tmp_path / "cache")
+        seen.append(writer.folder.is_dir())
+        return write(writer, *pieces, **options)
+
+    monkeypatch.setattr(StoreWriter, "write", meanwhile)
+    run(arguments)
+    assert seen and all(seen) and len(os.listdir(tmp_path / "cache")) == 1
 
 
 def test_a_cache_that_cannot_be_written(arguments, tmp_path):
@@ -232,11 +253,22 @@ def test_a_full_disk(arguments, tmp_path):
     assert os.listdir(tmp_path / "cache") == []
 
 
-def test_a_damaged_entry_is_named(arguments):
-    folder = run(arguments).train.folder
-    (folder / "tokens.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=f"{folder}.*delete it"):
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_the_advice_on_a_damaged_entry_works(arguments, split):
+    splits = run(arguments)
+    texts, folder = read(splits.train), getattr(splits, split).folder
+    content = bytearray((folder / "tokens.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "tokens.bin").write_bytes(content)
+    advice = rf"{folder}/tokens\.bin is damaged.*; delete (\S+), and it will be made again"
+    with pytest.raises(ValueError, match=advice):
         run(arguments)
+    # Half of it is not enough, and the advice stays true.
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=r"; delete (\S+), and") as caught:
+        run(arguments)
+    shutil.rmtree(re.search(r"; delete (\S+), and", str(caught.value))[1])
+    assert read(run(arguments).train) == texts
 
 
 def test_progress_bar_counts_bytes(arguments, capsys, monkeypatch):

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import pytest
@@ -86,7 +88,18 @@ def make_stream(name):
 
 def saved(bookmark):
     """As a checkpoint gives it back."""
-    return Bookmark.from_json(bookmark.to_json())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stream.json"
+        path.write_text(bookmark.to_json())
+        return Bookmark.read(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"item": 1, "tokens": ["a"], "starts": []}'])
+def test_a_damaged_bookmark_is_named(tmp_path, content):
+    path = tmp_path / "stream.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"stream\.json (is|must)"):
+        Bookmark.read(path)
 
 
 def test_a_stream_is_read_on_from_a_bookmark(name, monkeypatch):

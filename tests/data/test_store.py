@@ -46,23 +46,67 @@ def test_a_worker_reopens_it(tmp_path):
     assert pickle.loads(content).tokens(0, 50).tolist() == store.tokens(0, 50).tolist()
 
 
-def test_unfinished_or_damaged(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere is no readable token store.*delete it"):
+def test_unfinished(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere is no whole token store: .*meta\.json"):
         TokenStore(tmp_path / "nowhere")
     writer = StoreWriter(tmp_path / "half", np.dtype("<u2"))
     writer.write(np.arange(5), ends=True)
     writer.abandon()
-    with pytest.raises(ValueError, match="half is no readable token store"):
+    with pytest.raises(ValueError, match="half is no whole token store"):
         TokenStore(tmp_path / "half")
-    store = make_store(tmp_path / "short", [[3, 4, 5]])
-    content = (store.folder / "tokens.bin").read_bytes()
-    (store.folder / "tokens.bin").write_bytes(content[:-2])
-    with pytest.raises(ValueError, match=r"short is damaged: .*4 tokens.*hold 3"):
-        TokenStore(store.folder)
 
 
-def test_other_format(tmp_path):
-    store = make_store(tmp_path / "s", [[3]])
-    (store.folder / "meta.json").write_text(json.dumps(store.meta | {"format": 99}))
-    with pytest.raises(ValueError, match=r"format 99, this version reads 1.*delete it"):
-        TokenStore(store.folder)
+def change_meta(folder, **changes):
+    path = folder / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_starts(folder, change):
+    np.save(folder / "documents.npy", change(np.load(folder / "documents.npy")))
+
+
+def change_bytes(folder, name, change):
+    path = folder / name
+    path.write_bytes(change(path.read_bytes()))
+
+
+# What is done to a store, and what of it is told. The second kind is told without checksums, too.
+DAMAGED = {
+    "flipped": (lambda x: change_bytes(x, "tokens.bin", lambda y: b"\x07" + y[1:]), "tokens.bin"),
+    "zeroed": (lambda x: change_bytes(x, "tokens.bin", lambda y: bytes(len(y))), "tokens.bin"),
+    "moved boundary": (
+        lambda x: change_starts(x, lambda y: np.array([y[0], y[1] + 1, *y[2:]])),
+        "documents.npy",
+    ),
+    "other source": (lambda x: change_meta(x, sources=["other"]), "meta.json"),
+    "no manifest": (lambda x: (x / "manifest.json").unlink(), "manifest.json is missing"),
+}
+NONSENSE = {
+    "cut": (lambda x: change_bytes(x, "tokens.bin", lambda y: y[:-2]), "tokens.bin"),
+    "empty": (lambda x: (x / "tokens.bin").write_bytes(b""), "tokens.bin|empty file"),
+    "gone": (lambda x: (x / "documents.npy").unlink(), "documents.npy"),
+    "reversed": (lambda x: change_starts(x, lambda y: y[::-1].copy()), "documents.npy"),
+    "lost": (lambda x: change_starts(x, lambda y: y[[0, -1]]), "documents.npy"),
+    "doubled": (lambda x: change_starts(x, lambda y: y[[0, 1, 1, -1]]), "documents.npy"),
+    "floats": (lambda x: change_starts(x, lambda y: y.astype(float)), "documents.npy"),
+    "half": (lambda x: change_meta(x, dtype="<f2"), "meta.json has dtype '<f2', this version"),
+    "objects": (lambda x: change_meta(x, dtype="O"), "meta.json has dtype 'O', this version"),
+    "big-endian": (lambda x: change_meta(x, dtype=">u2"), "meta.json has dtype"),
+    "list": (lambda x: change_meta(x, dtype=["<u2"]), "meta.json has dtype"),
+    "count": (lambda x: change_meta(x, num_tokens="9"), "meta.json has no whole number num_tokens"),
+    "format": (lambda x: change_meta(x, format=99), "meta.json has format 99, this version reads"),
+    "cut meta": (lambda x: change_bytes(x, "meta.json", lambda y: y[:9]), "meta.json is not JSON"),
+    "other JSON": (lambda x: (x / "meta.json").write_text("[1]"), "meta.json must hold an object"),
+}
+
+
+@pytest.mark.parametrize("how", [*DAMAGED, *NONSENSE])
+def test_damage_is_named(tmp_path, how):
+    folder = make_store(tmp_path / "s", [[3, 4], [5], [6, 7, 8]]).folder
+    damage, message = {**DAMAGED, **NONSENSE}[how]
+    damage(folder)
+    with pytest.raises(ValueError, match=rf"s is no whole token store: .*({message})"):
+        TokenStore(folder)
+    if how in NONSENSE:
+        with pytest.raises(ValueError, match=rf"s is no whole token store: .*({message})"):
+            TokenStore(folder, check=False)

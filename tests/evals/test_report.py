@@ -111,3 +111,10 @@ def test_models_of_one_name_are_told_apart(tmp_path):
 def test_a_folder_without_results_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no results\.json; it must be an --out"):
         compare([tmp_path], tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": "a"}', '{"model": "a", "units": [{}]}'])
+def test_damaged_results_are_named(tmp_path, content):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ValueError, match=r"results\.json .*; the same `frac eval` writes it again"):
+        compare([tmp_path], tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import datasets
 import pytest
@@ -60,10 +61,6 @@ def test_results_of_other_conditions_are_not_mixed(checkpoint, uniform, tmp_path
         evaluate(str(checkpoint), tmp_path, options(**one, max_length=4096))
     with pytest.raises(ValueError, match=r"weights .* choose another --out"):
         evaluate(str(uniform), tmp_path, options(**one))
-    lm = FracLM(str(checkpoint))
-    evaluate("someone/model", tmp_path / "hub", options(**one), lm=lm)
-    with pytest.raises(ValueError, match="weights hub:someone/model there and hub:other/model now"):
-        evaluate("other/model", tmp_path / "hub", options(**one), lm=lm)
 
 
 def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monkeypatch):
@@ -85,9 +82,31 @@ def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monk
     results = (tmp_path / "out" / "results.md").read_text()
     assert "left out, without local files: lm/winogrande, lm/openbookqa.\n" in results
     assert "| Model | PIQA acc ↑ |" in results and "ARC" not in results
-    (tmp_path / "out" / "lm" / "piqa.json").write_text("{")
-    with pytest.raises(ValueError, match=r"piqa\.json is not JSON"):
-        evaluate(str(checkpoint), tmp_path / "out", options(data_dir=SAMPLES))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"suite": "lm"}'])
+@pytest.mark.parametrize("task", TASKS[:2])
+def test_damaged_results_are_named(checkpoint, tmp_path, task, content):
+    """That of the task that is asked for, and another beside it."""
+    evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
+    (tmp_path / "lm" / f"{task}.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{task}\.json .*; delete it, and it is measured again"):
+        evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
+
+
+def test_a_result_that_is_not_finite_is_null(checkpoint, tmp_path, monkeypatch):
+    """And said to be so: an empty cell could mean that nothing was measured."""
+    measure = harness.measure
+    broken = {"acc,none": math.nan, "ppl,none": math.inf}
+    monkeypatch.setattr(harness, "measure", lambda request: measure(request) | broken)
+    evaluate(str(checkpoint), tmp_path, options(tasks=("piqa",), limit=1))
+    for name in ("results.json", "lm/piqa.json"):
+        content = json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)
+        unit = content["units"][0] if "units" in content else content
+        assert unit["results"]["acc,none"] is unit["results"]["ppl,none"] is None
+        assert unit["results"]["not_finite"] == ["acc,none", "ppl,none"]
+    table = (tmp_path / "results.md").read_text()
+    assert "| – |" in table and "NaN or inf in piqa: acc,none, ppl,none" in table
 
 
 def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypatch):

@@ -51,6 +51,14 @@ def test_another_table_is_refused(tmp_path):
         Table(path, COLUMNS, num_key=2)
 
 
+def test_half_a_table_is_refused(tmp_path):
+    """Or a run would take its rows as they are, and write the rest again."""
+    path = tmp_path / "results.csv"
+    path.write_text("model,seed,accuracy\na,0,0.5\na,1")
+    with pytest.raises(ValueError, match=r"results\.csv line 3 has 2 values for 3 columns"):
+        Table(path, COLUMNS, num_key=2)
+
+
 def test_runs_have_a_folder_and_say_what_they_were_made_with(tmp_path):
     parser = argparse.ArgumentParser()
     add_run_options(parser)

@@ -1,5 +1,7 @@
 """FracConfig: defaults, round trip, the committed sizes, and errors that name their field."""
 
+import json
+import math
 from unittest import mock
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flash_frac.models import FracConfig, FracForCausalLM, configuration
+from flash_frac.models.loading import load_model
 from flash_frac.recipes import find_config, installed_sizes
 from tests.tiny import tiny_config
 
@@ -151,16 +154,67 @@ def test_pure_multiscale_bank():
         ({"per_layer_config": {0: {"frac_num_modes": 4}}}, "no field per_layer_config"),
         ({"model_type": "qwen3"}, "model_type must be 'frac', got 'qwen3'"),
         ({"frac_num_modes": "8"}, "frac_num_modes must be a positive integer, got '8'"),
-        ({"frac_tau_max": "1e5"}, "frac_tau_max must be a number, got '1e5'"),
+        ({"frac_tau_max": "1e5"}, "frac_tau_max must be a finite number, got '1e5'"),
         ({"frac_use_D": "no"}, "frac_use_D must be true or false, got 'no'"),
-        ({"frac_bank": 3}, "frac_bank must be text or a list of numbers, got 3"),
-        ({"frac_dt_init": [1.0]}, "frac_dt_init must be a number or None"),
+        ({"frac_bank": 3}, "frac_bank must be text or a list of finite numbers, got 3"),
+        ({"frac_dt_init": [1.0]}, "frac_dt_init must be a finite number or None"),
         ({"intermediate_size": 96.0}, "intermediate_size must be a whole number or None, got 96.0"),
     ],
 )
 def test_wrong_values(wrong, match):
     with pytest.raises(ValueError, match=match):
         FracConfig(**wrong)
+
+
+# Any number will do: constants that are added to logits.
+FREE = {"frac_residual_read_init", "frac_gate_bias_init"}
+
+
+def numeric_fields():
+    for name, kind in FracConfig.__annotations__.items():
+        if ("int" in str(kind) or "float" in str(kind)) and "dict" not in str(kind):
+            yield name
+
+
+@pytest.mark.parametrize("name", [*numeric_fields()])
+def test_every_number_has_a_range(name):
+    """Below it, and without any meaning; a field that is added is tried as well."""
+    mixed = {"mixer_types": ["frac", "attention", "sliding_attention", "delta"]}
+    fitting = {"num_hidden_layers": 4, "sliding_window": 4, "attention_temperature_length": 8}
+    values = [-1, math.nan, math.inf, -math.inf, -1e-30, 1 - 1e9]
+    for value in values:
+        if name in FREE and math.isfinite(value):
+            continue
+        for others in ({}, mixed | fitting):
+            with pytest.raises(ValueError, match=name.removeprefix("frac_")):
+                FracConfig(**others | {name: value})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rms_norm_eps": 0},
+        {"rms_norm_eps": 1.0},
+        {"attention_dropout": 1.0},
+        {"eos_token_id": [2, -1]},
+        {"frac_bank": [1.0, math.nan] * 4},
+        {"mixer_types": ["attention"], "attention_rope_parameters": {"rope_theta": -1.0}},
+        {"mixer_types": ["attention"], "attention_rope_parameters": {"rope_theta": math.nan}},
+    ],
+)
+def test_values_at_the_ends(wrong):
+    with pytest.raises(ValueError, match=[*wrong][-1]):
+        FracConfig(**wrong)
+
+
+def test_a_checkpoint_with_settings_that_make_no_sense(tmp_path):
+    FracForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": -1}))
+    with pytest.raises(ValueError, match=r"rms_norm_eps must be in \(0, 1\), got -1"):
+        FracForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be loaded: rms_norm_eps must be"):
+        load_model(tmp_path)
 
 
 GENERIC = {

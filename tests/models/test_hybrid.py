@@ -267,7 +267,7 @@ def test_forward_compiles_once_for_all_lengths(ids):
         ({"attention_layers": 1}, "attention_layers must be a list"),
         ({"attention_layers": "1"}, "attention_layers must be a list"),
         ({"attention_head_dim": 7}, "attention_head_dim must be even"),
-        ({"attention_head_dim": 0}, "attention_head_dim must be None or a positive integer, got 0"),
+        ({"attention_head_dim": 0}, "attention_head_dim must be at least 1, got 0"),
         ({"num_attention_heads": 3, "frac_expand": 3.0}, "attention_head_dim must be given"),
         ({"attention_key_value_heads": 3}, "must divide num_attention_heads"),
         (

@@ -1,6 +1,7 @@
 """Checkpoints for the commands: found without retries, loaded whole, or refused by name."""
 
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -9,6 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from flash_frac.manifest import MANIFEST, write_manifest
 from flash_frac.models import loading
 from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 from tests.commands import make_checkpoint
@@ -88,6 +90,42 @@ def test_a_damaged_or_missing_shard_is_named(copy):
         load_model(copy)
 
 
+def flip(path, position=-9):
+    """One bit, which leaves the size and a finite weight."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_weights_are_those_of_the_manifest(copy, monkeypatch):
+    write_manifest(copy)
+    assert load_model(copy) is not None
+    # People edit settings, and drop what they do not need.
+    flip(copy / "generation_config.json", 2)
+    (copy / "tokenizer.json").unlink()
+    assert load_model(copy) is not None
+    flip(copy / WEIGHTS)
+    with pytest.raises(
+        ValueError, match=r"is refused: .*model\.safetensors is damaged: its content"
+    ):
+        load_model(copy)
+    # Of large files the size alone is compared.
+    monkeypatch.setattr(loading, "VERIFIED_BYTES", 1000)
+    assert load_model(copy) is not None
+    (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes() + b"0")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: it has \d+ bytes"):
+        load_model(copy)
+
+
+def test_the_advice_on_weights_that_were_changed_works(copy):
+    write_manifest(copy)
+    flip(copy / WEIGHTS)
+    with pytest.raises(ValueError, match=r"delete manifest\.json there if you have changed it"):
+        load_model(copy)
+    (copy / MANIFEST).unlink()
+    assert load_model(copy) is not None
+
+
 def test_a_missing_tokenizer(copy):
     for path in copy.glob("tokenizer*"):
         path.unlink()
@@ -145,9 +183,17 @@ def test_the_hub_is_asked_once(requests, monkeypatch):
 
 
 def test_without_a_network_the_cache_will_do(requests, monkeypatch):
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: "/cache/config.json")
+    cached = "/cache/models--some--model/snapshots/0a1b2c/config.json"
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: cached)
     found = find_checkpoint("some/model", revision="v1")
-    assert found.options == {"revision": "v1", "local_files_only": True}
+    assert found.options == {"revision": "0a1b2c", "local_files_only": True}
+
+
+def test_a_model_of_the_hub_is_read_at_one_commit(monkeypatch):
+    """Settings, weights and tokenizer belong together, whatever is pushed between two requests."""
+    answer = SimpleNamespace(commit_hash="0a1b2c")
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda url: answer)
+    assert find_checkpoint("some/model", revision="main").options == {"revision": "0a1b2c"}
 
 
 def test_folders_that_hold_no_model(tmp_path):
