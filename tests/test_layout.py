@@ -175,6 +175,22 @@ def test_no_pickle(path):
     assert not re.search(r"\bimport (pickle|dill|joblib)\b", path.read_text())
 
 
+OUTSIDE = [
+    path for folder in ("experiments", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *OUTSIDE], ids=lambda p: str(p.relative_to(ROOT)))
+def test_automatic_classes_never_ask_to_run_code(path):
+    """Left out, `trust_remote_code` means a question on standard input, which may be a pipe."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        if re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(node.func)):
+            words = {ast.unparse(keyword) for keyword in node.keywords}
+            assert {"trust_remote_code=False", "**found.options"} & words, ast.unparse(node)
+
+
 def run(code, env=None):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env)

@@ -17,7 +17,7 @@ from flash_frac.beginning import beginning
 from flash_frac.extras import require
 from flash_frac.inference import Generator, StopStrings
 from flash_frac.models import FracForCausalLM
-from flash_frac.models.loading import load_model
+from flash_frac.models.loading import find_checkpoint, load_model, reason_of
 
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM
 
@@ -62,11 +62,19 @@ class FracLM(HFLM):
         is_frac = isinstance(self.model, FracForCausalLM)
         self._generator = Generator(self.model.eval()) if is_frac else None
 
+    def _get_config(self, pretrained: str, **options: Any) -> None:
+        try:
+            super()._get_config(pretrained, **options)
+        except ValueError as error:
+            raise ValueError(f"{pretrained} cannot be loaded: {reason_of(error)}") from error
+
     def _create_model(self, pretrained: str, **options: Any) -> None:
         if not self.strict:
             return super()._create_model(pretrained, **options)
         # One device; lm-eval's other ways to load are for those who call it themselves.
-        self._model = load_model(pretrained, dtype=options["dtype"]).to(self.device)
+        trusted = bool(options["trust_remote_code"])
+        found = find_checkpoint(pretrained, trust_remote_code=trusted)
+        self._model = load_model(found, dtype=options["dtype"]).to(self.device)
 
     def allow(self, max_length: int) -> None:
         """Give the model so many tokens at most from now on, and count from zero what it reads

@@ -56,6 +56,7 @@ class Settings:
         seed: of whatever is drawn.
         tokenizer: its name, as `flash_frac.data.load_tokenizer` takes it, instead of the
             checkpoint's own.
+        trust_remote_code: run the Python code that comes with the checkpoint, if it has any.
     """
 
     suites: tuple[str, ...]
@@ -68,6 +69,7 @@ class Settings:
     truncate: bool = False
     batch_size: int | str = "auto"
     seed: int = 0
+    trust_remote_code: bool = False
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
@@ -191,7 +193,7 @@ def _available(
 def _load(checkpoint: str, settings: Settings) -> Any:
     from flash_frac.evals.language_model import FracLM
 
-    found = find_checkpoint(checkpoint)
+    found = find_checkpoint(checkpoint, trust_remote_code=settings.trust_remote_code)
     if settings.tokenizer is None:
         tokenizer = find_tokenizer(found)
     else:
@@ -202,6 +204,7 @@ def _load(checkpoint: str, settings: Settings) -> Any:
         strict=True,
         batch_size=settings.batch_size,
         truncate=settings.truncate,
+        trust_remote_code=settings.trust_remote_code,
     )
     if lm.world_size > 1:
         raise ValueError(

@@ -147,7 +147,8 @@ def test_the_hub_is_asked_once(requests, monkeypatch):
 def test_without_a_network_the_cache_will_do(requests, monkeypatch):
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: "/cache/config.json")
     found = find_checkpoint("some/model", revision="v1")
-    assert found.options == {"revision": "v1", "local_files_only": True}
+    options = {"revision": "v1", "local_files_only": True, "trust_remote_code": False}
+    assert found.options == options
 
 
 def test_folders_that_hold_no_model(tmp_path):
