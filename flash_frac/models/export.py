@@ -23,6 +23,8 @@ CODE = f'''"""The classes of this checkpoint, from flash-frac, which must be ins
 
 from flash_frac.models import {", ".join(AUTO_MAP.values())}  # noqa: F401
 '''
+# Files of a training run's checkpoints: large, pickled, and those of other trainers hold tokens.
+_OF_TRAINING = ("training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 
 
 def auto_map() -> dict[str, str]:
@@ -39,7 +41,8 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     """Copy a checkpoint to a new folder, for `transformers serve --trust-remote-code`.
 
     The server asks for more than `auto_map`: it looks the name of the model's class up among those
-    of transformers. The copy also gives a checkpoint that others have written its `auto_map`.
+    of transformers. The copy also gives a checkpoint that others have written its `auto_map`, and
+    leaves out the files from which only training resumes.
 
     Args:
         checkpoint: a folder with a Frac model.
@@ -63,7 +66,7 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        shutil.copytree(source, draft)
+        shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*_OF_TRAINING))
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_code(draft)
         os.replace(draft, target)
