@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flash_frac.files import drafted
 from flash_frac.inference.state import StreamMark, empty_cache, mixers, states_of
 from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer
@@ -226,16 +227,12 @@ def write_file(
     """
     facts = {"format": form.name, "version": form.version, **facts}
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
-    try:
+    size = sum(x.nbytes for x in tensors.values()) + len(json.dumps(facts))
+    with drafted(path, size) as draft:
         save_file(tensors, draft, {**facts, "checksum": _checksum(facts, tensors)})
         if sync:
             with draft.open("rb") as file:
                 os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def read_file(path: Path, form: Format) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -12,6 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
+from flash_frac.files import drafted, folder_size
+
 MODULE = "modeling_frac"
 AUTO_MAP = {
     "AutoConfig": "FracConfig",
@@ -63,13 +65,8 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     # An automatic class is what transformers has under a name; it then asks auto_map.
     config["architectures"] = ["AutoModelForCausalLM"]
     config["auto_map"] = auto_map()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    with drafted(target, folder_size(source)) as draft:
         shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*_OF_TRAINING))
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_code(draft)
-        os.replace(draft, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return target

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from flash_frac.extras import require
+from flash_frac.files import drafted, folder_size, is_unwritten, why_unwritten
 
 SAVING, REMOVING = ".saving", ".removing"
 SHARDS = "pytorch_model_fsdp_0"
 _ALSO = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-# What torch says of a full disk, depending on which of its parts meets it.
-_UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
 
 
 class CheckpointError(RuntimeError):
@@ -72,13 +69,16 @@ def whole(
         wait()
         if main:
             publish(output_dir, name)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search(_UNWRITTEN, str(error)):
+    except Exception as error:
+        # tokenizers has no class of its own for a disk that is full.
+        if not is_unwritten(error):
             raise
         last = last_checkpoint(output_dir)
+        # The best guess is another one; the first is not known before it is written.
+        why = why_unwritten(draft, error, None if last is None else folder_size(last))
         clear_leftovers(output_dir)
         raise CheckpointError(
-            f"{name} could not be written to {output_dir}: {error}. Make room; the last good "
+            f"{name} could not be written to {output_dir}: {why}. Make room; the last good "
             f"checkpoint is {last or 'none'}, from which the same command resumes"
         ) from error
     wait()
@@ -142,12 +142,10 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
     if output.exists():
         raise ValueError(f"output {output} exists already; name a new folder")
     merge = require("accelerate.utils", "train", "consolidate").merge_fsdp_weights
-    draft = output.with_name(output.name + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    merge(str(checkpoint / SHARDS), str(draft), safe_serialization=True)
-    for name in _ALSO:
-        if (checkpoint / name).exists():
-            shutil.copy2(checkpoint / name, draft / name)
-    os.replace(draft, output)
+    with drafted(output, folder_size(checkpoint / SHARDS)) as draft:
+        draft.mkdir()
+        merge(str(checkpoint / SHARDS), str(draft), safe_serialization=True)
+        for name in _ALSO:
+            if (checkpoint / name).exists():
+                shutil.copy2(checkpoint / name, draft / name)
     return output
