@@ -48,6 +48,15 @@ def short(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
+def label(name: str) -> str:
+    """A name of others as matplotlib shows it: dollars are no mathematics, and nothing is hidden.
+
+    Example: `label("a$b") == "a\\\\$b"`
+    """
+    # A label that begins with an underscore is left out of a legend.
+    return name.replace("$", r"\$").replace("_", "\u200b_", name.startswith("_"))
+
+
 def length_axis(axes: Any, lengths: Sequence[int]) -> None:
     """A logarithmic x axis with a tick at each length and nowhere else."""
     axes.set_xscale("log", base=2)

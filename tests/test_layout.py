@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flash_frac"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Allowed arrows between the rooms: what each may import, beside itself.
-TOOLS = {"extras", "files", "provenance", "drawing", "recipes", "beginning"}
+TOOLS = {"extras", "files", "provenance", "drawing", "markdown", "recipes", "beginning"}
 MODEL = {"theory", "ops", "layers", "models"}
 ROOMS = {
     "extras": set(),
     "files": set(),
     "provenance": set(),
+    "markdown": set(),
     "drawing": {"extras", "files"},
     "recipes": set(),
     "beginning": set(),
