@@ -29,7 +29,7 @@ else
 endif
 	touch $@
 
-# A quickstart needs a third of that.
+# A quickstart needs less than half of that.
 $(VENV)/quickstart: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e .[quickstart]
@@ -88,7 +88,7 @@ build/tested.txt: requirements-lock.txt constraints-cpu.txt
 	(echo "$(TORCH)"; sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements-lock.txt) > $@
 
 audit: $(TOOLS)/ready build/tested.txt    ## known weaknesses of the tested set; needs a network
-	$(TOOLS)/bin/pip-audit --disable-pip --no-deps -r build/tested.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --no-deps -r build/tested.txt
 
 sbom: $(TOOLS)/ready build/tested.txt     ## build/sbom.json: the tested set, as CycloneDX
 	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
