@@ -129,7 +129,7 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         from flash_frac.inference import SamplingSettings
-        from flash_frac.inference.chat import open_stream
+        from flash_frac.inference.chat import open_stream, saving
 
         # Before a model is loaded, which takes its time.
         if options.get("prompt") == "":
@@ -150,12 +150,8 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
             repetition_penalty=repetition_penalty,
         )
         stream = open_stream(checkpoint, state, tokenizer=_tokenizer(tokenizer))
-        try:
+        with saving(stream, save_state, lambda line: typer.echo(line, err=True)):
             command(stream, sampling, **options)
-        finally:
-            if save_state is not None:
-                stream.save(save_state)
-                typer.echo(f"The state is in {save_state}.", err=True)
 
     *shared, _ = signature(run, eval_str=True).parameters.values()
     _, _, *own = signature(command, eval_str=True).parameters.values()

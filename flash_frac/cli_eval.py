@@ -51,6 +51,9 @@ def evaluate(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or hub id, bytes or dna; else the checkpoint's own.")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint's own.")
+    ] = False,
 ) -> None:
     """Measure a checkpoint by suites of the paper; what is measured is kept, and not done again."""
     require("lm_eval", "eval", "frac eval")
@@ -68,6 +71,7 @@ def evaluate(
         truncate=truncate,
         batch_size=batch_size,
         tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
     )
     folder = out or Path("evals") / model_name(checkpoint)
     check_folder(folder, "--out")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from flash_frac.extras import require
+from flash_frac.files import write_bytes
 
+# Where a figure goes.
+Target = str | Path | BytesIO
 INK, GREY, FAINT = "#222222", "#8a94a0", "#dddddd"
 OURS, PALE = "#00707c", "#6fc0c5"
 OTHER, THIRD, FOURTH = "#c06c54", "#8d6a9f", "#d9a441"
@@ -44,6 +48,15 @@ def short(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
+def label(name: str) -> str:
+    """A name of others as matplotlib shows it: dollars are no mathematics, and nothing is hidden.
+
+    Example: `label("a$b") == "a\\\\$b"`
+    """
+    # A label that begins with an underscore is left out of a legend.
+    return name.replace("$", r"\$").replace("_", "\u200b_", name.startswith("_"))
+
+
 def length_axis(axes: Any, lengths: Sequence[int]) -> None:
     """A logarithmic x axis with a tick at each length and nowhere else."""
     axes.set_xscale("log", base=2)
@@ -59,9 +72,9 @@ def faint_grid(axes: Any, axis: str = "y") -> None:
 
 @contextmanager
 def figure_at(
-    path: str | Path, size: tuple[float, float], widths: Sequence[float] = (1,)
+    path: Target, size: tuple[float, float], widths: Sequence[float] = (1,)
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes side by side, saved to `path` at the end.
+    """A figure and its axes side by side, saved to `path` at the end, or as SVG to memory.
 
     Example: `with figure_at("a.svg", (5, 3)) as (_, (axes,)): axes.plot([1, 2])`
     """
@@ -73,5 +86,9 @@ def figure_at(
         grid = {"width_ratios": list(widths)}
         yield drawn, drawn.subplots(1, len(widths), squeeze=False, gridspec_kw=grid)[0]
         # Without its date, the same numbers give the same file.
-        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
-        drawn.savefig(path, dpi=150, metadata=metadata)
+        file = path if isinstance(path, BytesIO) else BytesIO()
+        kind = "svg" if isinstance(path, BytesIO) else Path(path).suffix[1:]
+        metadata = {"Date": None} if kind == "svg" else None
+        drawn.savefig(file, format=kind, dpi=150, metadata=metadata)
+        if not isinstance(path, BytesIO):
+            write_bytes(Path(path), file.getvalue())

@@ -1,7 +1,7 @@
 """Files that are whole or not there: written under another name, brought to the disk, then renamed.
 
-Outputs are checked before the work that they are to hold, and texts name their file when they
-cannot be read.
+A full disk gets an error of one line, and nothing is left behind. Outputs are checked before the
+work that they are to hold, and texts name their file when they cannot be read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any
@@ -19,6 +22,13 @@ from typing import Any
 # Of a value of JSON.
 Kind = type | UnionType
 NO_FIELDS: Mapping[str, Kind] = MappingProxyType({})
+# How libraries that are not written in Python say that a file could not be written: safetensors and
+# tokenizers by the first, torch by the others, depending on which of its parts meets it.
+_UNWRITTEN = r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream"
+
+
+class WriteError(OSError):
+    """A file could not be written; the message names it, and says how much room it needs."""
 
 
 def check_folder(folder: Path, option: str) -> Path:
@@ -136,15 +146,84 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return columns, rows
 
 
-def write_text(path: Path, text: str) -> Path:
-    """Write a file at once, making its folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+def is_unwritten(error: Exception) -> bool:
+    """Whether an error says that a file could not be written, whichever library raised it."""
+    return isinstance(error, OSError) or re.search(_UNWRITTEN, str(error)) is not None
+
+
+@contextmanager
+def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
+    """A name for a file or folder to write, which becomes `path` when the block ends well.
+
+    If it cannot be written, neither a draft nor a folder that was made for it stays.
+
+    Args:
+        size: bytes that are to be written, for the error.
+        durable: as for `put_in_place`.
+
+    Raises:
+        WriteError: names the path, the reason, and the room that is needed and there.
+
+    Example: `with drafted(Path("a.txt"), 2) as draft: draft.write_text("hi")`
+    """
+    made = [folder for folder in path.absolute().parents if not folder.exists()]
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        partial.write_text(text, encoding="utf-8")
-        return put_in_place(partial, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        put_in_place(draft, path, durable=durable)
+    except Exception as error:
+        if isinstance(error, WriteError) or not is_unwritten(error):
+            raise
+        raise WriteError(
+            f"{path} could not be written: {why_unwritten(path, error, size)}"
+        ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        draft.unlink(missing_ok=True)
+        for folder in made:
+            # It is not empty if all went well.
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def why_unwritten(path: Path, error: Exception, size: int | None) -> str:
+    """The reason in one line, the bytes that are needed, if that is known, and those free."""
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    # copytree gives a list of all that went wrong, (from, to, why).
+    first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
+    reason = " ".join(str(getattr(first, "strerror", None) or first).split())
+    free = shutil.disk_usage(nearest).free
+    needed = "" if size is None else f"it needs {size:,} bytes, and "
+    return f"{reason}; {needed}{free:,} bytes are free on that disk"
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files of a folder, which is made if need be: all of them or, if one fails, none.
+
+    Example: `write_files(Path("memory"), {"index.html": page, "report.json": numbers})`
+    """
+    size = sum(map(len, contents.values()))
+    with ExitStack() as stack:
+        for name, content in contents.items():
+            stack.enter_context(drafted(folder / name, size)).write_bytes(content)
+
+
+def write_bytes(path: Path, content: bytes) -> Path:
+    """Write a file at once, making its folder if need be."""
+    write_files(path.parent, {path.name: content})
+    return path
+
+
+def write_text(path: Path, text: str) -> Path:
+    """The same for a text."""
+    return write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> Path:

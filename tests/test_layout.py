@@ -14,14 +14,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flash_frac"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Allowed arrows between the rooms: what each may import, beside itself.
-TOOLS = {"extras", "files", "manifest", "provenance", "drawing", "recipes", "beginning"}
+TOOLS = {"extras", "files", "manifest", "provenance", "drawing", "markdown", "recipes", "beginning"}
 MODEL = {"theory", "ops", "layers", "models"}
 ROOMS = {
     "extras": set(),
     "files": set(),
     "manifest": {"files"},
     "provenance": set(),
-    "drawing": {"extras"},
+    "markdown": set(),
+    "drawing": {"extras", "files"},
     "recipes": set(),
     "beginning": set(),
     "theory": {"extras"},
@@ -174,6 +175,22 @@ def test_no_pickle(path):
             keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
             assert keywords.get("weights_only") == "True"
     assert not re.search(r"\bimport (pickle|dill|joblib)\b", path.read_text())
+
+
+OUTSIDE = [
+    path for folder in ("experiments", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *OUTSIDE], ids=lambda p: str(p.relative_to(ROOT)))
+def test_automatic_classes_never_ask_to_run_code(path):
+    """Left out, `trust_remote_code` means a question on standard input, which may be a pipe."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        if re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(node.func)):
+            words = {ast.unparse(keyword) for keyword in node.keywords}
+            assert {"trust_remote_code=False", "**found.options"} & words, ast.unparse(node)
 
 
 def run(code, env=None):

@@ -84,7 +84,7 @@ def time_one_sample(shape: Path, length: int, tokenizer_name: str) -> Sample:
 
 
 def _random_model(shape: Path, device: torch.device) -> Any:
-    config = AutoConfig.from_pretrained(shape)
+    config = AutoConfig.from_pretrained(shape, trust_remote_code=False)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:

@@ -80,7 +80,7 @@ def untrained_copy(checkpoint: str, folder: Path) -> str:
     """A folder like the checkpoint's, with the weights of seed 0."""
     others = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.index.json", "checkpoint*")
     shutil.copytree(checkpoint, folder, ignore=others, dirs_exist_ok=True)
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
     model.save_pretrained(folder)

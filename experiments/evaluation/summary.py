@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.evaluation.run import HERE, results
 from flash_frac.drawing import short
+from flash_frac.markdown import plain
 
 Row = Mapping[str, str]
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
@@ -20,7 +21,8 @@ def lm_table(rows: Iterable[Row]) -> list[str]:
         if row["suite"] == "lm":
             value = f"{float(row['value']):.4g}"
             lines.append(
-                f"| {row['name']} | {row['task']} | {row['metric']} | {value} | {row['chance']} "
+                f"| {plain(row['name'])} | {plain(row['task'])} | {plain(row['metric'])} | {value} "
+                f"| {row['chance']} "
                 f"| {int(row['samples']):,} | {float(row['seconds']):.0f} |"
             )
     return lines
@@ -54,7 +56,7 @@ def length_table(rows: Sequence[Row], name: str) -> list[str]:
 def sample_lines(rows: Iterable[Row]) -> list[str]:
     """Single samples at the shape of a model."""
     return [
-        f"- {row['name']}: {int(row['tokens_read']):,} tokens read and 128 written in "
+        f"- {plain(row['name'])}: {int(row['tokens_read']):,} tokens read and 128 written in "
         f"{row['seconds']} s, {int(row['peak_mib'] or 0):,} MiB"
         for row in rows
         if row["metric"] == "seconds"

@@ -16,6 +16,7 @@ from experiments.long_documents.run import HERE
 from experiments.long_documents.study import results
 from experiments.style import NAMES, cell
 from flash_frac.drawing import short
+from flash_frac.markdown import plain
 
 Row = Mapping[str, str]
 
@@ -102,10 +103,8 @@ def table(
         cells = [
             show([scale * v for v in values[n]], digits) if n in values else "" for n in lengths
         ]
-        runs = found[name]
-        lines.append(
-            f"| {names.get(name, name)} | {runs.num_seeds} | {runs.lr:g} | {' | '.join(cells)} |"
-        )
+        runs, shown = found[name], names.get(name, plain(name))
+        lines.append(f"| {shown} | {runs.num_seeds} | {runs.lr:g} | {' | '.join(cells)} |")
     return lines
 
 

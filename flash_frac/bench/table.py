@@ -19,6 +19,7 @@ from flash_frac.bench.rows import print_rows
 from flash_frac.bench.timing import OURS
 from flash_frac.drawing import short
 from flash_frac.files import write_json
+from flash_frac.markdown import plain
 from flash_frac.models import FracConfig
 from flash_frac.models.loading import find_checkpoint
 from flash_frac.provenance import provenance
@@ -142,7 +143,7 @@ def paper_table(rows: Sequence[Mapping[str, object]], *, paper: bool = True) -> 
     lines = [f"| tokens/s | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name in sorted(measured, key=lambda name: not name.startswith(OURS)):
         cells = (cell(measured[name].get(column)) for column in columns)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {plain(name)} | {' | '.join(cells)} |")
     for name, values in PAPER.items() if paper else ():
         known: dict[str, float] = dict(zip(COLUMNS, values, strict=True))
         cells = (cell(known.get(column)) for column in columns)

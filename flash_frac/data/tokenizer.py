@@ -87,19 +87,17 @@ def load_tokenizer(name: str, *, needs_eos: bool = True) -> PreTrainedTokenizerB
     if name == "dna":
         return dna_tokenizer()
     # Imported here, as it brings the models with it.
-    from flash_frac.models.loading import find_checkpoint
+    from flash_frac.models.loading import find_checkpoint, reason_of
 
     try:
         found = find_checkpoint(name, argument="tokenizer", needs_config=False)
-        tokenizer = AutoTokenizer.from_pretrained(
-            found.name, trust_remote_code=False, **found.options
-        )
+        tokenizer = AutoTokenizer.from_pretrained(found.name, **found.options)
     # Every kind of tokenizer file fails in its own way, and each needs the same advice.
     except Exception as error:
         raise ValueError(
             f"tokenizer {name!r} cannot be loaded: expected 'bytes', 'dna', a folder with "
             "tokenizer.json, or a hub id that is within reach (a private one needs a login). "
-            f"The reader said: {error}"
+            f"The reader said: {reason_of(error)}"
         ) from error
     if needs_eos and tokenizer.eos_token_id is None:
         raise ValueError(

@@ -20,7 +20,7 @@ from flash_frac.inference import Engine, Request
 from flash_frac.inference.generation_settings import settings_of
 from flash_frac.inference.sampling import SamplingSettings
 from flash_frac.models import FracForCausalLM
-from flash_frac.models.loading import find_checkpoint, load_model
+from flash_frac.models.loading import find_checkpoint, load_model, reason_of
 
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM
 _harness: Any = require("lm_eval.models.utils", "eval", "FracLM")
@@ -91,11 +91,18 @@ class FracLM(HFLM):
         is_frac = isinstance(self.model, FracForCausalLM)
         self._has_engine = is_frac and self.mixed_precision_dtype is None
 
+    def _get_config(self, pretrained: str, **options: Any) -> None:
+        try:
+            super()._get_config(pretrained, **options)
+        except ValueError as error:
+            raise ValueError(f"{pretrained} cannot be loaded: {reason_of(error)}") from error
+
     def _create_model(self, pretrained: str, **options: Any) -> None:
         if not self.strict:
             return super()._create_model(pretrained, **options)
         # One device; lm-eval's other ways to load are for those who call it themselves.
-        found = find_checkpoint(pretrained, revision=options["revision"])
+        trusted = bool(options["trust_remote_code"])
+        found = find_checkpoint(pretrained, revision=options["revision"], trust_remote_code=trusted)
         self._model = load_model(found, dtype=options["dtype"]).to(self.device)
 
     def allow(self, max_length: int) -> None:

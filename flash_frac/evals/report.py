@@ -22,10 +22,12 @@ from flash_frac.drawing import (
     THIRD,
     faint_grid,
     figure_at,
+    label,
     length_axis,
 )
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
 from flash_frac.files import check_object, read_object, write_text
+from flash_frac.markdown import plain
 
 MISSING = "–"
 # What tables and figures need of a result.
@@ -95,9 +97,8 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         if report.get("left_out"):
             names = ", ".join(report["left_out"])
-            parts.append(
-                f"{report['model']}: asked for and left out, without local files: {names}."
-            )
+            told = f"{report['model']}: asked for and left out, without local files: {names}."
+            parts.append(plain(told))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -116,11 +117,12 @@ def _by_task(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
     arrows = {True: "↑", False: "↓"}
     head = ["Model"]
     for _, metric in columns(suite):
-        head.append(f"{metric.column} {metric.unit} {arrows[metric.higher_is_better]}")
+        column = plain(f"{metric.column} {metric.unit}")
+        head.append(f"{column} {arrows[metric.higher_is_better]}")
     rows = [[f"{name} (paper)", *map(_cell, row)] for name, row in suite.paper.items()]
     for report in reports:
         row = numbers(report, suite)
-        rows.append([f"**{report['model']}**", *map(_cell, [*row, average(suite, row)])])
+        rows.append([f"**{plain(report['model'])}**", *map(_cell, [*row, average(suite, row)])])
     # An average of some columns could not be compared with the paper's.
     if len(suite.tasks) < len(SUITES[suite.name].tasks):
         return _table(head, [row[:-1] for row in rows])
@@ -131,9 +133,12 @@ def _by_length(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
     every = lengths(reports, suite)
     tables = []
     for index, (_, metric) in enumerate(columns(suite)):
-        head = [f"{metric.column} ({metric.unit})", *(f"{length:,}" for length in every)]
+        head = [plain(f"{metric.column} ({metric.unit})"), *(f"{length:,}" for length in every)]
         rows = [
-            [f"**{report['model']}**", *(_cell(numbers(report, suite, n)[index]) for n in every)]
+            [
+                f"**{plain(report['model'])}**",
+                *(_cell(numbers(report, suite, n)[index]) for n in every),
+            ]
             for report in reports
         ]
         tables.append(_table(head, rows))
@@ -167,7 +172,7 @@ def _notes(report: dict[str, Any], suite: Suite) -> str:
     notes.append(f"data: {', '.join(sorted(data))}" if data else "")
     notes.extend(sorted({unit["source"] for unit in units if unit.get("source")}))
     text = "; ".join(note for note in notes if note)
-    return f"{report['model']}: {text}." if text else ""
+    return plain(f"{report['model']}: {text}.") if text else ""
 
 
 def _cut(unit: dict[str, Any]) -> bool:
@@ -237,7 +242,7 @@ def draw_lengths(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) ->
                     axes.plot(*zip(*known, strict=True), "o-", color=colour, ms=4, clip_on=False)
             length_axis(axes, every)
             axes.set_xlim(every[0] / 1.25, every[-1] * 1.25)
-            axes.set(title=_title(metric, heads), xlabel="length, tokens")
+            axes.set(title=label(_title(metric, heads)), xlabel="length, tokens")
             _value_axis(axes, metric)
         panels[0].set_ylabel(_unit(heads[0]))
         _legend(panels[-1], [report["model"] for report in reports])
@@ -262,7 +267,7 @@ def _unit(metric: Metric) -> str:
 def _legend(axes: Any, names: Sequence[str], paper: bool = False) -> None:
     """Beside the axes: every model, also one without a number in this panel."""
     for name, colour in zip(names, COLOURS, strict=False):
-        axes.plot([], [], color=colour, lw=3, label=name)
+        axes.plot([], [], color=colour, lw=3, label=label(name))
     if paper:
         axes.plot([], [], "_", color=INK, ms=9, mew=2, label="FRAC, paper")
         axes.plot([], [], "_", color=GREY, ms=9, mew=1, label="others, paper")

@@ -58,6 +58,7 @@ class Settings:
         seed: of whatever is drawn.
         tokenizer: its name, as `flash_frac.data.load_tokenizer` takes it, instead of the
             checkpoint's own.
+        trust_remote_code: run the Python code that comes with the checkpoint, if it has any.
     """
 
     suites: tuple[str, ...]
@@ -70,6 +71,7 @@ class Settings:
     truncate: bool = False
     batch_size: int | str = "auto"
     seed: int = 0
+    trust_remote_code: bool = False
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
@@ -194,7 +196,7 @@ def _model(
     """What a result says of its model, and a function that loads it."""
     if lm is not None and not Path(checkpoint).is_dir():
         return {"checkpoint": checkpoint, **identity_in_memory(lm)}, lambda: lm
-    found = find_checkpoint(checkpoint)
+    found = find_checkpoint(checkpoint, trust_remote_code=settings.trust_remote_code)
     if lm is not None:
         tokenizer = lm.tokenizer
     elif settings.tokenizer is None:
@@ -215,6 +217,7 @@ def _load(found: Found, tokenizer: Any, settings: Settings) -> Any:
         strict=True,
         batch_size=settings.batch_size,
         truncate=settings.truncate,
+        trust_remote_code=settings.trust_remote_code,
     )
     if lm.world_size > 1:
         raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import torch
 from flash_frac.inference import FracStream
 from flash_frac.inference.sampling import SamplingSettings
 from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
+
+# What ends a process from outside: a supervisor or `kill`, and a terminal that is closed.
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def open_stream(
@@ -30,6 +35,38 @@ def open_stream(
     if state is None:
         return FracStream(model, tokenizer)
     return FracStream.load(state, model, tokenizer)
+
+
+@contextmanager
+def saving(stream: FracStream, path: Path | None, say: Callable[[str], object]) -> Iterator[None]:
+    """Save a stream when the block ends, and say so, however it ends: by SIGTERM or SIGHUP too.
+
+    Those raise SystemExit with a shell's code for them, 128 and the number of the signal. While the
+    file is written, they are ignored. Without a path nothing is saved, and no signal is handled.
+
+    Example: `with saving(stream, Path("today.state"), print): converse(stream, ...)`
+    """
+    if path is None:
+        yield
+        return
+
+    def end(number: int, *unused: object) -> None:
+        raise SystemExit(128 + number)
+
+    # What is ignored already, by nohup, stays so.
+    handled = [x for x in _ENDS if signal.getsignal(x) is not signal.SIG_IGN]
+    before = {x: signal.signal(x, end) for x in handled}
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            stream.save(path)
+            say(f"The state is in {path}.")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def continue_text(

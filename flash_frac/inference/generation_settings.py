@@ -65,6 +65,8 @@ def settings_of(config: GenerationConfig) -> Settings:
             f"generation_config must ask for nothing but {', '.join(sorted(_HONOURED))}, got "
             f"{', '.join(f'{name}={asked[name]!r}' for name in refused)}; use model.generate"
         )
+    if asked.get("max_length", 1) < 1:
+        raise ValueError(f"max_length must be at least 1, got {asked['max_length']}")
     names = ("top_k", "top_p", "min_p") if asked.get("do_sample") else ()
     settings = {name: asked[name] for name in (*names, "repetition_penalty") if name in asked}
     if asked.get("do_sample"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flash_frac.files import put_in_place
+from flash_frac.files import drafted
 from flash_frac.inference.state import StreamMark, empty_cache, mixers, states_of
 from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer
@@ -227,13 +226,9 @@ def write_file(
     """
     facts = {"format": form.name, "version": form.version, **facts}
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.saving")
-    try:
+    size = sum(x.nbytes for x in tensors.values()) + len(json.dumps(facts))
+    with drafted(path, size, durable=sync) as draft:
         save_file(tensors, draft, {**facts, "checksum": _checksum(facts, tensors)})
-        put_in_place(draft, path, durable=sync)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def read_file(path: Path, form: Format) -> tuple[dict[str, str], dict[str, Tensor]]:

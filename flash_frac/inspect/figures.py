@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flash_frac.drawing import FAINT, FOURTH, GREY, OTHER, OURS, PALE, THIRD, figure_at, short
+from flash_frac.drawing import (
+    FAINT,
+    FOURTH,
+    GREY,
+    OTHER,
+    OURS,
+    PALE,
+    THIRD,
+    Target,
+    figure_at,
+    short,
+)
 from flash_frac.extras import require
 from flash_frac.inspect.fits import Fit
 from flash_frac.inspect.records import LayerReport, MemoryReport
@@ -27,7 +37,7 @@ TYPES = {
 QUANTITIES = {"half_life": "half-life, tokens", "beta": "beta"}
 
 
-def draw_layer(path: str | Path, report: MemoryReport, layer: int) -> None:
+def draw_layer(path: Target, report: MemoryReport, layer: int) -> None:
     """Responses of all heads of a layer with the laws of their mean, and how it makes them.
 
     That is the use of modes of a Frac layer, gates of a delta layer, and weight by distance of
@@ -46,7 +56,7 @@ def draw_layer(path: str | Path, report: MemoryReport, layer: int) -> None:
             _distances(figure, axes[1:], seen)
 
 
-def draw_responses(path: str | Path, report: MemoryReport) -> None:
+def draw_responses(path: Target, report: MemoryReport) -> None:
     """The mean response of every layer, each as a share of its sum over all lags.
 
     Example: `draw_responses("responses.svg", report)`
@@ -90,7 +100,7 @@ def _name_layer(axes: Any, lags: np.ndarray, shares: np.ndarray, number: int, co
         )
 
 
-def draw_alpha(path: str | Path, report: MemoryReport) -> None:
+def draw_alpha(path: Target, report: MemoryReport) -> None:
     """Median alpha of every head of Frac layers, by layer and head.
 
     Example: `draw_alpha("alpha.svg", report)`
@@ -106,7 +116,7 @@ def draw_alpha(path: str | Path, report: MemoryReport) -> None:
         axes[0].set_title("Median alpha")
 
 
-def draw_horizon(path: str | Path, report: MemoryReport) -> None:
+def draw_horizon(path: Target, report: MemoryReport) -> None:
     """Lags that hold half and 90% of the response, and the mean lag, by layer; heads as dots.
 
     Example: `draw_horizon("horizon.svg", report)`

@@ -14,12 +14,14 @@ import html
 import json
 import logging
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flash_frac.extras import require
+from flash_frac.files import write_files
 from flash_frac.inspect.figures import draw_alpha, draw_horizon, draw_layer, draw_responses
 from flash_frac.inspect.records import MemoryReport
 from flash_frac.inspect.report import inspect_model
@@ -37,26 +39,31 @@ def write_report(report: MemoryReport, folder: str | Path) -> Path:
 
     Example: `write_report(inspect_model(model, ids), "memory")`
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = report.as_dict()
+    folder, numbers = Path(folder), report.as_dict()
+    page = folder / "index.html"
     # NaN is no JSON: better an error now than in a browser.
     text = json.dumps(numbers, allow_nan=False, separators=(",", ":"))
-    (folder / "report.json").write_text(text + "\n", encoding="utf-8")
-    page = folder / "index.html"
-    page.write_text(render_page(numbers), encoding="utf-8")
+    contents = {"report.json": f"{text}\n".encode(), page.name: render_page(numbers).encode()}
     try:
         require("matplotlib", "plot", "a figure")
+        contents |= _figures(report)
     except ImportError as error:
         logger.warning("%s has no figures beside it: %s", page, error)
-        return page
-    draw_responses(folder / "responses.svg", report)
-    draw_horizon(folder / "horizon.svg", report)
-    if any(layer.type == "frac" for layer in report.layers):
-        draw_alpha(folder / "alpha.svg", report)
-    for n, layer in enumerate(report.layers):
-        draw_layer(folder / f"layer_{layer.number:02}.svg", report, n)
+    # Together, so that a disk that is full does not get a page without its figures.
+    write_files(folder, contents)
     return page
+
+
+def _figures(report: MemoryReport) -> dict[str, bytes]:
+    """The figures of a report, by the names of their files."""
+    drawn: dict[str, BytesIO] = {"responses.svg": BytesIO(), "horizon.svg": BytesIO()}
+    draw_responses(drawn["responses.svg"], report)
+    draw_horizon(drawn["horizon.svg"], report)
+    if any(layer.type == "frac" for layer in report.layers):
+        draw_alpha(drawn.setdefault("alpha.svg", BytesIO()), report)
+    for n, layer in enumerate(report.layers):
+        draw_layer(drawn.setdefault(f"layer_{layer.number:02}.svg", BytesIO()), report, n)
+    return {name: file.getvalue() for name, file in drawn.items()}
 
 
 def render_page(numbers: dict[str, Any]) -> str:

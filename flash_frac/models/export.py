@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flash_frac.files import put_in_place, read_object
+from flash_frac.files import drafted, folder_size, read_object
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 
 MODULE = "modeling_frac"
@@ -26,6 +26,8 @@ CODE = f'''"""The classes of this checkpoint, from flash-frac, which must be ins
 
 from flash_frac.models import {", ".join(AUTO_MAP.values())}  # noqa: F401
 '''
+# Files of a training run's checkpoints: large, pickled, and those of other trainers hold tokens.
+_OF_TRAINING = ("training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 
 
 def auto_map() -> dict[str, str]:
@@ -42,7 +44,8 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     """Copy a checkpoint to a new folder, for `transformers serve --trust-remote-code`.
 
     The server asks for more than `auto_map`: it looks the name of the model's class up among those
-    of transformers. The copy also gives a checkpoint that others have written its `auto_map`.
+    of transformers. The copy also gives a checkpoint that others have written its `auto_map`, and
+    leaves out the files from which only training resumes.
 
     Args:
         checkpoint: a folder with a Frac model.
@@ -66,15 +69,10 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     # An automatic class is what transformers has under a name; it then asks auto_map.
     config["architectures"] = ["AutoModelForCausalLM"]
     config["auto_map"] = auto_map()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        shutil.copytree(source, draft)
+    with drafted(target, folder_size(source)) as draft:
+        shutil.copytree(source, draft, ignore=shutil.ignore_patterns(*_OF_TRAINING))
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_code(draft)
         if verified:
             write_manifest(draft)
-        put_in_place(draft, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return target

@@ -3,7 +3,9 @@
 `from_pretrained` draws random numbers for tensors that a checkpoint lacks and logs a warning. That
 suits Python, where the caller reads the log; `load_model` makes it an error, and so it does with
 tensors that are left over, have another shape, or hold NaN or inf. Weights of a checkpoint with a
-manifest must be those that were written.
+manifest must be those that were written. Python code that comes with a checkpoint never runs unless
+the caller says so: transformers would ask on standard input, where the first line of a piped text
+counts as an answer.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def find_checkpoint(
     argument: str = "checkpoint",
     revision: str | None = None,
     needs_config: bool = True,
+    trust_remote_code: bool = False,
 ) -> Found:
     """Decide whether a name is a folder or a model of the hub; ValueError if it is neither.
 
@@ -64,14 +67,16 @@ def find_checkpoint(
         argument: what the caller calls it, for the error.
         revision: branch, tag or commit of a model of the hub.
         needs_config: whether it must have a config.json, as a model has and a tokenizer may not.
+        trust_remote_code: run the Python code that comes with it, if it has any.
 
     Example: `find_checkpoint("quickstart/final").folder`
     """
     name = str(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     folder = Path(name).expanduser()
     if folder.is_dir():
         if (folder / "config.json").is_file() or not needs_config:
-            return Found(str(folder), folder, {})
+            return Found(str(folder), folder, options)
         hint = f"; did you mean {folder / 'final'}?" if (folder / "final").is_dir() else ""
         raise ValueError(f"{argument} {name} cannot be loaded: it has no config.json{hint}")
     if folder.exists():
@@ -83,11 +88,13 @@ def find_checkpoint(
             f"{argument} {name} was not found: there is no such folder, and it cannot be a model "
             "of the hub, whose ids are NAME or OWNER/NAME"
         ) from None
-    return _find_on_hub(name, argument, revision, needs_config)
+    options |= {} if revision is None else {"revision": revision}
+    return _find_on_hub(Found(name, None, options), argument, needs_config)
 
 
-def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: bool) -> Found:
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+def _find_on_hub(found: Found, argument: str, needs_config: bool) -> Found:
+    name, _, options = found
+    revision = options.get("revision")
     both = f"{argument} {name} was not found: there is no such folder, and"
     try:
         file = get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
@@ -99,7 +106,7 @@ def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: b
         raise ValueError(f"{both} the hub has no model {name} that you may read") from error
     except EntryNotFoundError as error:
         if not needs_config:
-            return Found(name, None, options)
+            return found
         raise ValueError(f"{both} the model {name} of the hub has no config.json") from error
     # A network has many errors, of classes that differ between releases of the hub's client.
     except Exception as error:
@@ -115,7 +122,7 @@ def _find_on_hub(name: str, argument: str, revision: str | None, needs_config: b
         commit = file.commit_hash
     # All files come from one commit, whatever is pushed meanwhile.
     options |= {} if commit is None else {"revision": commit}
-    return Found(name, None, options)
+    return found
 
 
 def load_model(
@@ -155,7 +162,7 @@ def read_model(
                 **options,
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        why = damaged_file(_folder_of(found)) or one_line(error)
+        why = damaged_file(_folder_of(found)) or reason_of(error)
         raise ValueError(f"{argument} {found.name} cannot be loaded: {why}") from error
     model, report = loaded
     return model, weight_problems(model, report)
@@ -209,11 +216,11 @@ def find_tokenizer(found: Found) -> Any:
     if found.folder is not None and not _has_tokenizer(found.folder):
         raise ValueError(f"{found.name} has no tokenizer; {advice}")
     try:
-        return AutoTokenizer.from_pretrained(found.name, trust_remote_code=False, **found.options)
+        return AutoTokenizer.from_pretrained(found.name, **found.options)
     # Every kind of tokenizer file fails in its own way, and each needs the same advice.
     except Exception as error:
         raise ValueError(
-            f"the tokenizer of {found.name} cannot be loaded ({one_line(error)}); {advice}"
+            f"the tokenizer of {found.name} cannot be loaded ({reason_of(error)}); {advice}"
         ) from error
 
 
@@ -253,6 +260,17 @@ def _folder_of(found: Found) -> Path | None:
         return found.folder
     path = try_to_load_from_cache(found.name, "config.json", revision=found.options.get("revision"))
     return Path(path).parent if isinstance(path, str) else None
+
+
+def reason_of(error: Exception) -> str:
+    """Why transformers cannot load something, in one line."""
+    if "trust_remote_code" not in str(error):
+        return one_line(error)
+    return (
+        "it needs Python code of its own, which is not run unless you trust it: read that code, "
+        "then pass --trust-remote-code to frac eval or frac serve --sequential; the other commands "
+        "run flash-frac's models only"
+    )
 
 
 def one_line(error: object) -> str:

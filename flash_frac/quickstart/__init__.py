@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flash_frac.extras import require
-from flash_frac.files import check_folder, write_json
+from flash_frac.files import check_folder, write_bytes, write_json, write_text
 from flash_frac.quickstart import corpus
 
 if TYPE_CHECKING:
@@ -102,11 +101,10 @@ def _prepare(folder: Path, minutes: float) -> Path:
     chosen = max(1, round(steps * minutes / MINUTES))
     whole = "\n".join(lines).replace(f"max_steps: {steps}", f"max_steps: {chosen}")
     _check_folder(folder, whole + "\n")
-    data.mkdir(parents=True, exist_ok=True)
     corpus.write(training, data / "train.jsonl")
     corpus.write(validation, data / "validation.jsonl")
-    shutil.copy(HERE / "config.json", folder / "config.json")
-    path.write_text(whole + "\n", encoding="utf-8")
+    write_bytes(folder / "config.json", (HERE / "config.json").read_bytes())
+    write_text(path, whole + "\n")
     years = [address.year for address in validation]
     say(
         f"{len(training)} addresses to train on, {len(validation)} of the years {min(years)} to "

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from flash_frac.files import write_bytes
+
 FILE = Path(__file__).with_name("sotu.jsonl.xz")
 # The addresses from this year on are for validation: 10 of 233, 3.4% of the bytes.
 FIRST_HELD_OUT_YEAR = 2012
@@ -52,9 +54,7 @@ def write(addresses: Iterable[Address], path: str | Path) -> Path:
 
     Example: `write(load(), "all.jsonl")`
     """
-    path = Path(path)
-    path.write_bytes(_lines(addresses))
-    return path
+    return write_bytes(Path(path), _lines(addresses))
 
 
 def pack(folder: str | Path) -> bytes:

@@ -129,6 +129,10 @@ class FracTrainingArguments(TrainingArguments):
                 f"got {self.context_parallel_size}; start more with torchrun --nproc_per_node"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, or copied: all but secrets, which transformers names *_token."""
+        return {k: None if k.endswith("_token") else v for k, v in self.__dict__.items()}
+
     def _check_numbers(self) -> None:
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(

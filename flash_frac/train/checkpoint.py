@@ -14,18 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from flash_frac.extras import require
-from flash_frac.files import put_in_place, sync
+from flash_frac.files import drafted, folder_size, is_unwritten, put_in_place, sync, why_unwritten
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 from flash_frac.train.lock import process_name
 
 SAVING, REMOVING = ".saving", ".removing"
 SHARDS = "pytorch_model_fsdp_0"
 _ALSO = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-# What torch says of a full disk, depending on which of its parts meets it.
-_UNWRITTEN = "PytorchStreamWriter|inline_container|iostream"
 
 
 class CheckpointError(RuntimeError):
@@ -84,13 +80,16 @@ def whole(
         if main:
             write_manifest(draft)
             publish(draft, Path(output_dir))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not re.search(_UNWRITTEN, str(error)):
+    except Exception as error:
+        # tokenizers has no class of its own for a disk that is full.
+        if not is_unwritten(error):
             raise
         last = last_checkpoint(output_dir)
+        # The best guess is another one; the first is not known before it is written.
+        why = why_unwritten(draft, error, None if last is None else folder_size(Path(last)))
         shutil.rmtree(drafts, ignore_errors=True)
         raise CheckpointError(
-            f"{name} could not be written to {output_dir}: {error}. Make room; the last good "
+            f"{name} could not be written to {output_dir}: {why}. Make room; the last good "
             f"checkpoint is {last or 'none'}, from which the same command resumes"
         ) from error
     wait()
@@ -152,12 +151,11 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
     if (checkpoint / MANIFEST).exists():
         check_manifest(checkpoint)
     merge = require("accelerate.utils", "train", "consolidate").merge_fsdp_weights
-    draft = output.with_name(output.name + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    merge(str(checkpoint / SHARDS), str(draft), safe_serialization=True)
-    for name in _ALSO:
-        if (checkpoint / name).exists():
-            shutil.copy2(checkpoint / name, draft / name)
-    write_manifest(draft)
-    return put_in_place(draft, output)
+    with drafted(output, folder_size(checkpoint / SHARDS)) as draft:
+        draft.mkdir()
+        merge(str(checkpoint / SHARDS), str(draft), safe_serialization=True)
+        for name in _ALSO:
+            if (checkpoint / name).exists():
+                shutil.copy2(checkpoint / name, draft / name)
+        write_manifest(draft)
+    return output

@@ -379,6 +379,11 @@ class FracTrainer(Trainer):
             checkpoints.rotate(self._output_dir, self.args.save_total_limit, best)
         self._paused += time.perf_counter() - started
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        # A pickled file, which nothing reads; run.json has the settings.
+        (Path(output_dir or self._output_dir) / "training_args.bin").unlink(missing_ok=True)
+
     def save_final(self) -> Path:
         """Write the model and its tokenizer to output_dir/final, whole, for `from_pretrained`."""
         with self._whole("final") as draft:

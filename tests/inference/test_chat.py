@@ -1,11 +1,15 @@
 """`frac generate` and `frac chat`: their text, states in files, and what an interrupt leaves."""
 
 import builtins
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from flash_frac.inference import FracStream
-from flash_frac.inference.chat import continue_text, converse, open_stream
+from flash_frac.inference.chat import continue_text, converse, open_stream, saving
 from flash_frac.inference.sampling import GREEDY
 from tests.commands import frac, make_checkpoint
 
@@ -76,6 +80,62 @@ def test_an_interrupt_keeps_what_was_written(checkpoint):
     whole = []
     assert continue_text(open_stream(checkpoint), "To be", whole.append, **options)
     assert "".join(written + rest) == "".join(whole)
+
+
+def start_endless(checkpoint, state):
+    command = [sys.executable, "-m", "flash_frac.cli", "generate", checkpoint, "--prompt", "To be"]
+    options = ["--temperature", "0", "--max-new-tokens", "1000000", "--save-state", state]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [*command, *options], **piped, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def greedy(stream, count):
+    return "".join(stream.generate(max_new_tokens=count, temperature=0))
+
+
+def test_sigterm_and_a_closed_pipe_save_the_state(checkpoint, tmp_path):
+    """As Ctrl-C does: what follows is what would have followed."""
+    names = ("terminated", "closed")
+    processes = {name: start_endless(checkpoint, tmp_path / name) for name in names}
+    for process in processes.values():
+        assert process.stdout.read(12).startswith(b"To be")
+    processes["terminated"].send_signal(signal.SIGTERM)
+    processes["closed"].stdout.close()
+    codes = {name: process.wait(60) for name, process in processes.items()}
+    assert codes == {"terminated": 128 + signal.SIGTERM, "closed": 1}
+    for name, process in processes.items():
+        said = process.stderr.read().decode()
+        assert f"The state is in {tmp_path / name}." in said and "Traceback" not in said
+        stream = open_stream(checkpoint, tmp_path / name)
+        num_new = stream.num_tokens - len("To be")
+        fresh = open_stream(checkpoint).feed("To be")
+        assert num_new > 0 and greedy(fresh, num_new) is not None
+        assert greedy(stream, 20) == greedy(fresh, 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_conversation_that_is_ended_from_outside_is_saved(checkpoint, tmp_path, number):
+    stream, said = open_stream(checkpoint), []
+    before = signal.getsignal(number)
+
+    def read():
+        os.kill(os.getpid(), number)
+        return "never read"
+
+    def save(path):
+        # A second signal does not keep the state from being written.
+        os.kill(os.getpid(), number)
+        FracStream.save(stream.feed("x"), path)
+
+    stream.save = save
+    with pytest.raises(SystemExit) as ended, saving(stream, tmp_path / "state", said.append):
+        converse(stream, read, print, sampling=GREEDY, max_new_tokens=6)
+    assert ended.value.code == 128 + number
+    assert open_stream(checkpoint, tmp_path / "state").num_tokens == 1
+    assert said == [f"The state is in {tmp_path / 'state'}."]
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize("mixer_types", [["frac"], ["delta", "attention"]])

@@ -393,6 +393,13 @@ MISTAKES = [
     (TEXT, {}, "the field prompt is missing"),
     (TEXT, {"prompt": ""}, "prompt must be a text that is not empty"),
     (TEXT, {"prompt": ["a"]}, "prompt must be a text that is not empty"),
+    (TEXT, {"prompt": []}, "prompt must be a text that is not empty"),
+    (TEXT, {"prompt": "", "stream": True}, "prompt must be a text that is not empty"),
+    (TEXT, {"prompt": "Once", "max_tokens": -1}, "max_tokens must be a whole number of at least 1"),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens must be"),
+    (RESPONSE, {"input": "Once", "max_output_tokens": -1}, "max_output_tokens must be"),
+    (RESPONSE, {"input": ""}, "input must be a text or a list of messages"),
+    (RESPONSE, {"input": []}, "input must be a text or a list of messages"),
     (RESPONSE, {}, "the field input is missing"),
     (RESPONSE, {"input": 5}, "input must be a text or a list of messages"),
     (RESPONSE, {"input": [{"role": "user"}]}, "input[0].content must be a text"),
@@ -408,6 +415,9 @@ OF_THE_ENGINE = [
     (CHAT, {"messages": HELLO, "generation_config": '{"num_beams": 3}'}, "num_beams=3"),
     (CHAT, {"messages": HELLO, "top_logprobs": 99, "logprobs": True}, "top_logprobs must be"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be text"),
+    (CHAT, {"messages": HELLO, "generation_config": '{"max_length": -3}'}, "max_length must be"),
+    (CHAT, {"messages": HELLO, "generation_config": '{"max_new_tokens": "a"}'}, "another type"),
+    (TEXT, {"prompt": "\ud800"}, "surrogates not allowed"),
     (TEXT, {"prompt": [5, 99]}, "prompt must have ids in [0, 99)"),
     (TEXT, {"prompt": "Once", "echo": True}, "echo cannot be honoured"),
     (RESPONSE, {"input": "Hello", "background": True}, "background cannot be honoured"),
@@ -421,7 +431,9 @@ OF_TRANSFORMERS = [
 
 
 def check_mistake(client, path, body, message):
-    answer = client.post(path, json=body)
+    # Not by the client's own encoder, which refuses half a pair of surrogates.
+    kind = {"content-type": "application/json"}
+    answer = client.post(path, content=json.dumps(body), headers=kind)
     assert 400 <= answer.status_code < 500, answer.text
     error = answer.json()["error"]
     assert message in error["message"]
@@ -444,6 +456,15 @@ def test_a_body_that_is_no_json(client, sequential_client):
         assert answer.status_code in (400, 422) and "JSON" in answer.json()["error"]["message"]
     answer = client.post(CHAT, content=b"[]")
     assert "must be an object" in answer.json()["error"]["message"]
+
+
+def test_a_template_that_writes_nothing(asked):
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = "{{ '' }}"
+    with client_of(make_app(str(asked), OPTIONS, tokenizer=tokenizer)) as client:
+        for stream in (True, False):
+            body = {"messages": HELLO, "stream": stream}
+            check_mistake(client, CHAT, body, "prompt must be ids of tokens, at least one")
 
 
 def test_chat_without_a_template(plain_client):

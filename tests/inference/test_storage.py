@@ -38,7 +38,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, stream, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("flash_frac.inference.storage.os.fsync", full)
+    monkeypatch.setattr("flash_frac.files.os.fsync", full)
     with pytest.raises(OSError, match="no space left"):
         stream.advance(1).save(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

@@ -30,6 +30,18 @@ def assert_names_its_classes(folder):
     assert (folder / "modeling_frac.py").read_text() == CODE
 
 
+def test_files_of_training_stay_behind(tmp_path):
+    make_model().save_pretrained(tmp_path / "run")
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "notes.md"):
+        (tmp_path / "run" / name).touch()
+    copy = export(tmp_path / "run", tmp_path / "copy")
+    assert files_of(tmp_path / "run") - files_of(copy) == {
+        "training_args.bin",
+        "optimizer.pt",
+        "rng_state_0.pth",
+    }
+
+
 @pytest.mark.parametrize("make", [make_model, partial(make_kind, "all")], ids=["frac", "all"])
 def test_auto_map_survives(tmp_path, ids, make):
     """Saved, exported, loaded with trust_remote_code, saved again; tests/hf: in new processes."""

@@ -186,14 +186,16 @@ def test_without_a_network_the_cache_will_do(requests, monkeypatch):
     cached = "/cache/models--some--model/snapshots/0a1b2c/config.json"
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *a, **o: cached)
     found = find_checkpoint("some/model", revision="v1")
-    assert found.options == {"revision": "0a1b2c", "local_files_only": True}
+    options = {"revision": "0a1b2c", "local_files_only": True, "trust_remote_code": False}
+    assert found.options == options
 
 
 def test_a_model_of_the_hub_is_read_at_one_commit(monkeypatch):
     """Settings, weights and tokenizer belong together, whatever is pushed between two requests."""
     answer = SimpleNamespace(commit_hash="0a1b2c")
     monkeypatch.setattr(loading, "get_hf_file_metadata", lambda url: answer)
-    assert find_checkpoint("some/model", revision="main").options == {"revision": "0a1b2c"}
+    options = find_checkpoint("some/model", revision="main").options
+    assert options == {"revision": "0a1b2c", "trust_remote_code": False}
 
 
 def test_folders_that_hold_no_model(tmp_path):

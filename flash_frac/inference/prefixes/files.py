@@ -47,7 +47,7 @@ class PrefixFolder:
 
         Only headers and tokens are read. Damaged files are deleted with a warning.
         """
-        for draft in self.folder.glob(f".*{SUFFIX}.*.saving"):
+        for draft in self.folder.glob(f".*{SUFFIX}.*"):
             draft.unlink(missing_ok=True)
         paths = sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
         found = [self._entry(path) for path in paths]

@@ -169,7 +169,10 @@ def _of_generation_config(text: str) -> dict[str, Any]:
 
     from flash_frac.inference.generation_settings import settings_of
 
-    settings = settings_of(GenerationConfig(**json.loads(text)))
+    try:
+        settings = settings_of(GenerationConfig(**json.loads(text)))
+    except TypeError as error:
+        raise ValueError(f"generation_config has a value of another type: {error}") from error
     found: dict[str, Any] = {name: getattr(settings.sampling, name) for name in _SAMPLING}
     if settings.max_new_tokens is not None:
         found["max_tokens"] = settings.max_new_tokens

@@ -70,7 +70,8 @@ def serve_sequentially(
     from transformers.cli.serving import model_manager, server
 
     name, _, revision = checkpoint.partition("@")
-    found = find_checkpoint(name, revision=revision or None)
+    trusted = "--trust-remote-code" in options
+    found = find_checkpoint(name, revision=revision or None, trust_remote_code=trusted)
     if tokenizer is None:
         tokenizer = find_tokenizer(found)
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -101,7 +102,6 @@ def _manager_of(base: type[Any], found: Found, tokenizer: Any) -> type[Any]:
                 dtype=self.dtype,
                 device_map=self.device,
                 attn_implementation=self.attn_implementation,
-                trust_remote_code=self.trust_remote_code,
                 **({} if quantization is None else {"quantization_config": quantization}),
             )
 
