@@ -96,7 +96,7 @@ NONSENSE = {
     "count": (lambda x: change_meta(x, num_tokens="9"), "meta.json has no whole number num_tokens"),
     "format": (lambda x: change_meta(x, format=99), "meta.json has format 99, this version reads"),
     "cut meta": (lambda x: change_bytes(x, "meta.json", lambda y: y[:9]), "meta.json is not JSON"),
-    "other JSON": (lambda x: (x / "meta.json").write_text("[1]"), "meta.json must hold an object"),
+    "other JSON": (lambda x: (x / "meta.json").write_text("[1]"), "meta.json must be an object"),
 }
 
 
