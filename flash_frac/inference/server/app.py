@@ -23,7 +23,7 @@ from flash_frac.inference.server.answers import Answer, Answers
 from flash_frac.inference.server.bodies import BODIES, Token, Usage, error_fields, event
 from flash_frac.inference.server.metrics import Metrics
 from flash_frac.inference.server.prompts import Defaults, make_request, read_prompt
-from flash_frac.inference.server.requests import request_problem, unanswerable
+from flash_frac.inference.server.requests import is_callers_mistake, request_problem, unanswerable
 from flash_frac.inference.server.shown_text import ShownText
 from flash_frac.models.loading import one_line
 
@@ -151,8 +151,7 @@ def _translate(service: Service, kind: str, body: dict[str, Any]) -> Request:
         prompt = read_prompt(kind, body, service.tokenizer, service.template_options)
         return make_request(body, prompt, service.defaults)
     except Exception as error:
-        # A wrong value is the caller's, and what a template refuses are the messages.
-        if not isinstance(error, ValueError) and "jinja2" not in type(error).__module__:
+        if not is_callers_mistake(error):
             raise
         raise HTTPException(400, one_line(error)) from error
 

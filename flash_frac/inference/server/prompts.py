@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from transformers.utils import logging
+
 from flash_frac.inference.sampling import SamplingSettings
 from flash_frac.inference.scheduling import Request
+
+logger = logging.get_logger(__name__)
 
 # Tokens of an answer whose length a client leaves open.
 DEFAULT_NEW_TOKENS = 1024
@@ -99,8 +103,9 @@ def _message_ends(
             begun = tokenizer.apply_chat_template(
                 messages[:number], tokenize=False, add_generation_prompt=False, **options
             )
-        # A template may refuse a chat that is cut there.
-        except Exception:
+        except Exception as error:
+            # A template may refuse a chat that is cut there; then no state is kept there.
+            logger.debug(f"no boundary after message {number}: {error}")
             continue
         if text.startswith(begun):
             ends.append(len(begun))

@@ -165,3 +165,8 @@ def _in_messages(name: str, messages: Any) -> str | None:
             if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
                 return f"{name}[{n}].content must be a text, got {message.get('content')!r}"
     return None
+
+
+def is_callers_mistake(error: Exception) -> bool:
+    """A wrong value is the caller's, and so are messages that a chat template refuses."""
+    return isinstance(error, ValueError) or "jinja2" in type(error).__module__

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import typer
 
 from flash_frac.extras import require
-from flash_frac.inference.server.requests import INPUTS, request_problem
+from flash_frac.inference.server.requests import INPUTS, is_callers_mistake, request_problem
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, load_model, one_line
 
 # What the server's handlers are for.
@@ -133,9 +133,7 @@ def _checked(build_server: Callable[..., Any], tokenizer: Any) -> Callable[..., 
             try:
                 return await handle(body, *rest)
             except Exception as error:
-                # A wrong value is the caller's, and what a template refuses are the messages.
-                theirs = isinstance(error, ValueError) or "jinja2" in type(error).__module__
-                if not theirs:
+                if not is_callers_mistake(error):
                     raise
                 raise HTTPException(400, one_line(error)) from error
 
