@@ -8,7 +8,6 @@ channels, because kernels for more take longer to compile.
 import importlib
 import pkgutil
 import random
-import re
 
 import pytest
 import torch
@@ -237,7 +236,7 @@ def test_the_parameters_for_hopper_compile(monkeypatch):
 
 
 def test_the_delta_rule_for_hopper_compiles(monkeypatch):
-    """By wgmma; the left factors of the walks' products, the states, stay in registers."""
+    """By wgmma; walks, whose blocks have too few channels for it, by mma."""
     monkeypatch.setattr(delta_plan, "tuning_for", lambda dtype, device: delta_plan.HOPPER)
     delta_plan.forget_plans()
     launches = distinct(monkeypatch, lambda: delta(LOW, keys=96, channels=192))
@@ -245,9 +244,8 @@ def test_the_delta_rule_for_hopper_compiles(monkeypatch):
     assert len(launches) == 7
     compile_all(launches)
     for launch in launches:
-        products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\},\s*(.)", launch.compile().asm["ptx"])
-        assert products, launch.name
-        assert "walk" not in launch.name or set(products) == {"{"}, launch.name
+        product = "mma.sync" if "walk" in launch.name else "wgmma.mma_async"
+        assert product in launch.compile().asm["ptx"], launch.name
 
 
 def all_kernels():

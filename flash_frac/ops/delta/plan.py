@@ -32,6 +32,8 @@ class DeltaTuning(NamedTuple):
         narrowest: key and value channels of a block are at least as many.
         prepare, output, gradient: of the kernels that have a program for every chunk and head.
         states, backward: of the walks forward and backward in time.
+        backward_programs: the walk backward has smaller blocks of value channels, down to 16, as
+            long as it has no more programs than this.
     """
 
     chunk: int
@@ -41,18 +43,20 @@ class DeltaTuning(NamedTuple):
     states: Launch
     backward: Launch
     gradient: Launch
+    backward_programs: int = 0
 
 
-# Hopper with 16-bit inputs. A walk with 64 value channels and 4 warps multiplies by wgmma with its
-# state in registers. Triton 3.6 reads past the shared memory of a product with 16 columns there.
+# Hopper with 16-bit inputs, the fastest of ten of an H200 each. Triton 3.6 reads past the shared
+# memory of a product with 16 columns there.
 HOPPER = DeltaTuning(
     chunk=64,
     narrowest=64,
-    prepare=Launch(channels=64, warps=4, stages=2),
-    output=Launch(channels=64, warps=4, stages=3),
-    states=Launch(channels=64, warps=4, stages=3),
-    backward=Launch(channels=64, warps=4, stages=3),
-    gradient=Launch(channels=64, warps=8, stages=2),
+    prepare=Launch(channels=64, warps=4, stages=3),
+    output=Launch(channels=32, warps=4, stages=3),
+    states=Launch(channels=32, warps=4, stages=3),
+    backward=Launch(channels=32, warps=4, stages=3),
+    gradient=Launch(channels=64, warps=8, stages=3),
+    backward_programs=256,
 )
 # Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
 DEFAULT = DeltaTuning(
@@ -66,7 +70,7 @@ DEFAULT = DeltaTuning(
 )
 # float32 multiplies in full precision, without tensor cores.
 _FLOAT32_LAUNCH = Launch(channels=16, warps=8, stages=1)
-FLOAT32 = DeltaTuning(32, 16, *[_FLOAT32_LAUNCH] * 5)
+FLOAT32 = DeltaTuning(32, 16, *(_FLOAT32_LAUNCH,) * 5, backward_programs=0)
 
 
 @cache
@@ -91,9 +95,15 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan(keys: int, channels: int, layout: str, dtype: torch.dtype, device: torch.device) -> Plan:
-    """Cached, because Python takes as long over it as over a launch."""
+def _plan(
+    keys: int, channels: int, walks: int, layout: str, dtype: torch.dtype, device: torch.device
+) -> Plan:
+    """For this many sequences times heads; cached, because Python takes as long as a launch."""
     tuning = tuning_for(dtype, device)
+    block = tuning.backward.channels
+    while block > 16 and 2 * walks * ceil_div(channels, block) <= tuning.backward_programs:
+        block //= 2
+    tuning = tuning._replace(backward=tuning.backward._replace(channels=block))
 
     def options(launch: Launch) -> dict[str, Any]:
         return {
@@ -107,14 +117,16 @@ def _plan(keys: int, channels: int, layout: str, dtype: torch.dtype, device: tor
             "num_stages": launch.stages,
         }
 
-    return Plan(tuning, *map(options, tuning[2:]))
+    return Plan(tuning, *map(options, tuning[2:7]))
 
 
 def plan_for(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[ChunkList, Plan]:
     """The chunks of a call, and its plan, for k (B, T, H, K) and v (B, T, H, D)."""
     tuning = tuning_for(v.dtype, v.device)
     chunks = chunk_list(v.shape[0], v.shape[1], cu_seqlens, tuning.chunk)
-    return chunks, _plan(k.shape[-1], v.shape[-1], chunks.layout, v.dtype, v.device)
+    walks = v.shape[2] * (v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+    plan = _plan(k.shape[-1], v.shape[-1], walks, chunks.layout, v.dtype, v.device)
+    return chunks, plan
 
 
 def walk_grid(num_sequences: int, v: Tensor, options: dict[str, Any]) -> tuple[int, int]:
