@@ -33,7 +33,7 @@ class FracCache(DynamicCache):
     Attributes:
         num_tokens: tokens seen, padding included.
         real: of a model with attention, (B, num_held), False at padding; None if there was none.
-        before: (B,), real tokens before those of `real`; None if none, or if `real` is None.
+        before: (B,), real tokens before those of `real`; None if all tokens before were real.
         state_layers, attention_layers, sliding_layers: numbers of the layers with a state of fixed
             size (frac, delta), of those with keys and values, and of these the sliding ones.
         is_never_seen: whether `generate` made it for itself alone, and need not fill it.
@@ -131,8 +131,10 @@ class FracCache(DynamicCache):
                 setattr(layer, name, rest.clone() if 2 * kept < num else rest)
         if self.real is not None and len(self.sliding_layers) == len(self.attention_layers):
             dropped = self.real.shape[1] - kept
-            gone = self.real[:, :dropped].sum(1)
-            self.before = gone if self.before is None else self.before + gone
+            # Tokens that went while no padding was known were all real.
+            earlier = self.num_tokens - self.real.shape[1]
+            before = self.before if self.before is not None else earlier
+            self.before = before + self.real[:, :dropped].sum(1)
             self.real = self.real[:, dropped:]
 
     def _num_to_keep(self, num: int) -> int:

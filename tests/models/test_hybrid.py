@@ -114,6 +114,24 @@ def test_padding_and_a_cache(ids, kind, whole_mask):
 
 @torch.no_grad()
 @each_kind
+def test_padding_that_begins_late(ids, kind):
+    """First none, then tokens one by one with some: positions go on from all tokens before."""
+    model, mask = make_kind(kind), torch.ones_like(ids)
+    mask[1, 16:18], mask[2, 30] = 0, 0
+    out = model(ids[:, :15], use_cache=True)
+    parts, cache = [out.logits], out.past_key_values
+    for n in range(15, 40):
+        part = mask[:, n : n + 1]
+        out = model(ids[:, n : n + 1], attention_mask=part, past_key_values=cache, use_cache=True)
+        parts.append(out.logits)
+    logits = torch.cat(parts, 1)
+    for row in range(3):
+        real = mask[row] == 1
+        close(logits[row, real], model(ids[row : row + 1, real]).logits[0])
+
+
+@torch.no_grad()
+@each_kind
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_packed_documents(ids, kind, implementation):
     """Packed equals separate, and the cache decodes as a batch of documents."""
