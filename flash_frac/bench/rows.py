@@ -83,9 +83,9 @@ def describe_machine(script: str, arguments: Iterable[str], commit: str | None) 
 
 
 def _measured(arguments: Iterable[str]) -> list[str]:
-    """The arguments without those that name the file of the rows and their commit."""
+    """The arguments without those that name files that are written, and the commit."""
     given = list(arguments)
-    for name in ("--out", "--commit"):
+    for name in ("--out", "--logs", "--commit"):
         if name in given:
             del given[given.index(name) : given.index(name) + 2]
     return given

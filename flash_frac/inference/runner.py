@@ -161,10 +161,11 @@ class Runner:
             short = num <= self._staging.num_rows and length <= self._piece // num
             if short and _is_recorded(length, self._piece) and length < (self._room or math.inf):
                 ids = torch.zeros(num, length, dtype=torch.long)
-                mask = torch.arange(length).ne(0).repeat(num, 1)
-                for _ in range(3):
+                padded = torch.arange(length).ne(0).repeat(num, 1)
+                whole = [torch.ones_like(padded)] if num * length == self._piece else []
+                for mask in 3 * [padded, *whole]:
                     self._staging.cache.lengths.zero_()
-                    self._run_piece([ids, mask], [0] * num)
+                    self._run_piece(ids, mask, [0] * num)
 
     def begin(self, job: Job) -> None:
         """Give a job a staging row, with the state of the longest known beginning of its prompt."""
@@ -228,8 +229,7 @@ class Runner:
             begin, left = job.num_read, piece.length - num
             ids[row, left:] = torch.from_numpy(job.prompt[begin : begin + num])
             mask[row, left:] = True
-        inputs = [ids, mask] if min(piece.counts) < piece.length else [ids]
-        self._run_piece(inputs, [job.num_read for job in piece.jobs])
+        self._run_piece(ids, mask, [job.num_read for job in piece.jobs])
         for job, num in zip(piece.jobs, piece.counts, strict=True):
             job.num_read += num
             self.num_read += num
@@ -237,16 +237,20 @@ class Runner:
                 job.cuts.pop()
                 self._keep(job, self._staging)
 
-    def _run_piece(self, inputs: Sequence[Tensor], counts: Sequence[int]) -> None:
-        """Read ids (B, T), and a mask if there is one, after `counts` tokens, by a graph or not."""
-        num, length = inputs[0].shape
-        device = self._staging.device
+    def _run_piece(self, ids: Tensor, mask: Tensor, counts: Sequence[int]) -> None:
+        """Read ids (B, T), without those that mask (B, T) leaves out, after `counts` tokens.
+
+        A mask costs time, and another graph costs more when it is recorded. So graphs without a
+        mask are those of the largest pieces, which all long prompts are cut into.
+        """
+        num, length = ids.shape
+        device, is_whole = self._staging.device, bool(mask.all())
         if not self._records or not _is_recorded(length, self._piece):
-            ids, *masks = inputs
             # A mask stays on the host, where one can look at it without a wait.
-            masks = [pinned(mask, device) for mask in masks]
+            masks = [] if is_whole else [pinned(mask, device)]
             self._staging.read(None, counts, upload(ids, device), *masks)
             return
+        inputs = [ids] if is_whole and num * length == self._piece else [ids, mask]
         needed, room = max(counts) + length, LEAST_ROOM
         while room < min(needed, self._room or 0):
             room *= 2
