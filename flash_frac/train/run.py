@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from transformers import set_seed
@@ -197,9 +197,8 @@ def _output_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.training.output_dir or "trainer_output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        # Without a name, so that a process that is killed leaves none.
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written to: {error}") from error
     return folder
@@ -223,8 +222,9 @@ def _resume_point(
     ]
     if changed:
         raise ValueError(
-            f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}): choose "
-            f"another output_dir, or resume it all the same with --resume_from_checkpoint {last}"
+            f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}) in its "
+            f"{RUN_NAME}: choose another output_dir, or resume it all the same with "
+            f"--resume_from_checkpoint {last}"
         )
     return newest_whole(folder)
 
