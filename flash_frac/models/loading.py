@@ -166,6 +166,8 @@ def read_model(
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = damaged_file(_folder_of(found)) or reason_of(error)
+        if (change := _changed(found.folder, _SETTINGS_FILES)) is not None:
+            why = f"{why}; {change}"
         raise ValueError(f"{argument} {found.name} cannot be loaded: {why}") from error
     model, report = loaded
     return model, weight_problems(model, report)

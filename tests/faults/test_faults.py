@@ -9,7 +9,6 @@ from tests.faults.damage import WAYS, damage
 from tests.faults.trials import KINDS, Kind, run_trial
 
 SEED = 0
-QUICK = [(kind, number) for kind, row in KINDS.items() for number in range(row.quick)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in KINDS.items() if row.quick])

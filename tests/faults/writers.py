@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from experiments.table import Table
 from flash_frac.bench.rows import append_rows, read_rows
@@ -46,6 +47,7 @@ _NOT_RESULTS = ("tokens_per_second", "peak_memory_gib")
 
 def make_material(folder: Path) -> Path:
     """What the writers work on: a text, recipes, a model."""
+    logging.disable_progress_bar()
     (folder / "text").mkdir()
     text, cache = make_text(folder / "text"), folder / "cache"
     for name, changes in RECIPES.items():

@@ -235,6 +235,14 @@ def test_settings_that_changed_are_named(copy, caplog, monkeypatch):
         (copy / name).write_text(whole)
 
 
+def test_settings_that_make_no_sense_any_more_are_named(copy):
+    write_manifest(copy)
+    path = copy / "config.json"
+    path.write_text(path.read_text().replace("hidden_size", "hidden_rize"))
+    with pytest.raises(ValueError, match=rf"no field hidden_rize.*; {path} is damaged"):
+        load_model(copy)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_broken_file_of_a_tokenizer_is_named(copy, name, listed):
