@@ -107,14 +107,14 @@ def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
         _write_run(recipe, order, model, output_dir / RUN_NAME)
         print(_describe(model, splits, None if resume else output_dir), flush=True)
     with saying_what_is_kept(args, trainer):
-        final = _train(trainer, resume)
+        final = _train(trainer, resume, output_dir)
     history = trainer.state.log_history
     return TrainResult(
         trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
     )
 
 
-def _train(trainer: FracTrainer, resume: Path | None) -> Path:
+def _train(trainer: FracTrainer, resume: Path | None, output_dir: Path) -> Path:
     """All steps that are left, the last evaluation if it is wanted, and the final model."""
     args = trainer.args
     try:
@@ -122,6 +122,9 @@ def _train(trainer: FracTrainer, resume: Path | None) -> Path:
     except AlreadyTrained:
         if args.should_save:
             print(f"This run is finished: {resume} is its last checkpoint", flush=True)
+            # It may have been killed between its last checkpoint and this.
+            best = trainer.state.best_model_checkpoint
+            checkpoints.rotate(output_dir, args.save_total_limit, best)
         trainer.load_best()
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
