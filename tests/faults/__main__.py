@@ -3,12 +3,13 @@
 import argparse
 import random
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from tests.faults.trials import KINDS, run_trial
+from tests.faults.trials import KINDS, run_trial, work_in
 from tests.train.runs import CONTEXT
 
 
@@ -31,7 +32,10 @@ def main() -> None:
 def run_all(seed, numbers, processes=2) -> int:
     """Run trials by their kinds and numbers, and print what became of them; 1 if any lost."""
     began, faults, losses = time.time(), Counter(), Counter()
-    with ProcessPoolExecutor(processes, mp_context=CONTEXT) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-") as folder,
+        ProcessPoolExecutor(processes, CONTEXT, work_in, (folder,)) as pool,
+    ):
         waiting = {
             pool.submit(run_trial, kind, seed, number): (kind, number)
             for kind, some in numbers.items()

@@ -10,12 +10,14 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from tests.train.runs import CONTEXT
 
@@ -88,6 +90,8 @@ def _run(
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
+    # Its own is one of the system, which a process that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
     resource.setrlimit(resource.RLIMIT_FSIZE, (fault.file_size, resource.RLIM_INFINITY))
     _install(fault, folder, os.open(f"{output}.events", os.O_WRONLY | os.O_CREAT))
     try:

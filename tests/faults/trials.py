@@ -263,6 +263,11 @@ KINDS = {
 }
 
 
+def work_in(folder: str) -> None:
+    """Make all temporary files there, which a process of a pool would leave behind."""
+    tempfile.tempdir = folder
+
+
 def run_trial(kind: str, seed: int, number: int) -> str:
     """One trial in a folder of its own; its draws depend on these three alone."""
     # As in the processes that are started: more threads would add up numbers in another order.
