@@ -12,7 +12,7 @@ TRANSFORMERS_SOURCE ?= build/transformers-$(TRANSFORMERS)
 TOOLS := build/tools
 TORCH := $(shell grep '^torch==' constraints-cpu.txt)
 
-.PHONY: quickstart test test-gpu test-hf lint types bench bench-model figures clean
+.PHONY: quickstart test test-gpu test-hf test-faults lint types bench bench-model figures clean
 .PHONY: lock audit sbom release-check
 
 # The environment is made once, and again when what it is made of changes. LOCKED=1, as in CI, takes
@@ -49,6 +49,9 @@ test-gpu: $(VENV)/ready         ## the kernels, and all else that is marked gpu,
 test-hf: $(VENV)/ready $(TRANSFORMERS_SOURCE)     ## transformers' own tests around our models; TRL
 	$(BIN)/python -m pip install --quiet -r requirements-hf.txt
 	TRANSFORMERS_SOURCE=$(TRANSFORMERS_SOURCE) $(BIN)/python -m pytest -m hf tests/hf
+
+test-faults: $(VENV)/ready      ## kills, full disks and damaged files at random; SEED=n repeats a run
+	$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED))
 
 build/transformers-$(TRANSFORMERS):
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest build \

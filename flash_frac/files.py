@@ -7,12 +7,14 @@ work that they are to hold, and texts name their file when they cannot be read.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,10 @@ NO_FIELDS: Mapping[str, Kind] = MappingProxyType({})
 # How libraries that are not written in Python say that a file could not be written: safetensors and
 # tokenizers by the first, torch by the others, depending on which of its parts meets it.
 _UNWRITTEN = r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream"
+
+
+# Field of a record.
+CHECKSUM = "sha256"
 
 
 class WriteError(OSError):
@@ -127,6 +133,10 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """
     text = decode_text(path.read_bytes(), path)
     remedy = "restore the file, or delete that line"
+    if (zero := text.find("\0")) >= 0:
+        # A power cut leaves them; csv takes them for letters.
+        line = text.count("\n", 0, zero) + 1
+        raise ValueError(f"{path} line {line} is damaged (it holds zero bytes): {remedy}")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[dict[str, str]] = []
     try:
@@ -167,9 +177,12 @@ def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
     Example: `with drafted(Path("a.txt"), 2) as draft: draft.write_text("hi")`
     """
     made = [folder for folder in path.absolute().parents if not folder.exists()]
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    draft = path.with_name(f".{path.name}.{process_name()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if durable:
+            # Others come by the thousand, and their folder is cleared as a whole.
+            _collect_drafts(path)
         yield draft
         put_in_place(draft, path, durable=durable)
     except Exception as error:
@@ -179,13 +192,42 @@ def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
             f"{path} could not be written: {why_unwritten(path, error, size)}"
         ) from error
     finally:
-        if draft.is_dir():
-            shutil.rmtree(draft, ignore_errors=True)
-        draft.unlink(missing_ok=True)
+        _remove(draft)
         for folder in made:
             # It is not empty if all went well.
             with suppress(OSError):
                 folder.rmdir()
+
+
+def process_name() -> str:
+    """This process among all that may write to a shared disk, as a part of a file's name."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _collect_drafts(path: Path) -> None:
+    """Delete the drafts of a file that killed processes of this machine have left."""
+    begin, end = f".{path.name}.{socket.gethostname()}-", ".part"
+    for name in os.listdir(path.parent):
+        number = name.removeprefix(begin).removesuffix(end)
+        if name == f"{begin}{number}{end}" and number.isdecimal() and not _runs(int(number)):
+            _remove(path.with_name(name))
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # Of another user.
+        return True
+    return True
+
+
+def _remove(draft: Path) -> None:
+    if draft.is_dir():
+        shutil.rmtree(draft, ignore_errors=True)
+    draft.unlink(missing_ok=True)
 
 
 def why_unwritten(path: Path, error: Exception, size: int | None) -> str:
@@ -238,6 +280,31 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_record(path: Path, value: Mapping[str, Any]) -> Path:
+    """`write_json` of an object with a checksum, which `read_record` compares: numbers that count.
+
+    Example: `write_record(Path("lm/piqa.json"), {"task": "piqa", "accuracy": 0.5})`
+    """
+    plain = json.loads(json.dumps(without_nan(value)))
+    return write_json(path, {**plain, CHECKSUM: _checksum(plain)})
+
+
+def read_record(path: Path, fields: Mapping[str, Kind] = NO_FIELDS) -> dict[str, Any]:
+    """The object of `write_record`; ValueError that names the file if one of its values changed.
+
+    Files of earlier versions have no checksum, and are taken as they are.
+    """
+    content = read_object(path, fields)
+    if content.pop(CHECKSUM, total := _checksum(content)) != total:
+        raise ValueError(f"{path} is damaged: its values do not match its checksum")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    values = {key: value for key, value in content.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

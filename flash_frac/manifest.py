@@ -111,10 +111,10 @@ def check_manifest(folder: str | Path, pattern: str = "*", *, most_bytes: int | 
 
 def _check_size(path: Path, wanted: int) -> None:
     if not path.is_file():
-        raise ManifestError(f"{path} is missing")
+        raise ManifestError(f"{path} is missing, which {MANIFEST} lists")
     size = path.stat().st_size
     if size != wanted:
-        raise ManifestError(f"{path} is damaged: it has {size} bytes and had {wanted}")
+        raise ManifestError(f"{path} is damaged: it has {size} bytes, {wanted} in {MANIFEST}")
 
 
 def _names(folder: Path) -> Iterator[str]:

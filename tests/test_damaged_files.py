@@ -6,7 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from flash_frac.files import read_object, read_objects, read_table, write_json, write_rows
+from flash_frac.files import (
+    read_object,
+    read_objects,
+    read_record,
+    read_table,
+    write_json,
+    write_record,
+    write_rows,
+)
 
 BROKEN = {
     b"": "is not JSON",
@@ -84,9 +92,35 @@ def test_a_table_cut_anywhere_is_named(tmp_path):
             read_table(path)
 
 
-@pytest.mark.parametrize("content", [b"a,b\n1,2,3\n", b"a,b\n1,\x00\xff\n", b'a,b\n"1"2,3\n'])
+@pytest.mark.parametrize(
+    "content", [b"a,b\n1,2,3\n", b"a,b\n1,\x00\xff\n", b'a,b\n"1"2,3\n', b"a,b\n1,\x00\x00\n"]
+)
 def test_other_damage_of_tables_is_named(tmp_path, content):
     path = tmp_path / "results.csv"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"results\.csv (line 2|is not a text)"):
         read_table(path)
+
+
+def test_a_record_knows_its_values(tmp_path):
+    """Any bit that is flipped shows, unless the values stay the same."""
+    path, value = tmp_path / "piqa.json", {"task": "piqa", "results": {"acc": 0.625, "nan": None}}
+    write_record(path, {**value, "results": {"acc": 0.625, "nan": math.nan}})
+    assert read_record(path, {"task": str}) == value
+    whole = path.read_bytes()
+    for index in range(len(whole) * 8):
+        content = bytearray(whole)
+        content[index // 8] ^= 1 << index % 8
+        path.write_bytes(content)
+        try:
+            found = read_record(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path} ") and "\n" not in str(error)
+        else:
+            # The name of the checksum itself.
+            assert {key: found[key] for key in value} == value
+
+
+def test_a_record_of_an_earlier_version(tmp_path):
+    write_json(tmp_path / "piqa.json", {"acc": 0.5})
+    assert read_record(tmp_path / "piqa.json") == {"acc": 0.5}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from flash_frac.bench.timing import Times
-from flash_frac.files import read_table
+from flash_frac.files import read_table, write_bytes
 from flash_frac.provenance import provenance
 
 MADE_WITH = ("command", "commit", "machine", "threads", "python", "torch", "triton", "transformers")
@@ -121,15 +122,18 @@ def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, st
 
 
 def append_rows(rows: Iterable[Mapping], path: Path, columns: Sequence[str] = COLUMNS) -> None:
-    """Add rows to a file, which is made if missing; columns that a row lacks stay empty."""
+    """Add rows to a file, which is made if missing; columns that a row lacks stay empty.
+
+    The whole file is replaced, so that neither a kill nor a full disk leaves half a row.
+    """
     check_header(path, columns)
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    added = io.StringIO()
+    writer = csv.DictWriter(added, columns, restval="", lineterminator="\n")
+    if not path.exists():
+        writer.writeheader()
+    writer.writerows(rows)
+    before = path.read_bytes() if path.exists() else b""
+    write_bytes(path, before + added.getvalue().encode())
 
 
 def row_keeper(

@@ -15,7 +15,7 @@ import torch
 
 from flash_frac.beginning import beginning
 from flash_frac.data.tokenizer import tokenizer_hash
-from flash_frac.files import read_object, write_json
+from flash_frac.files import read_object, read_record, write_record
 from flash_frac.models.loading import Found
 
 HASHES = "hashes.json"
@@ -88,7 +88,7 @@ def _hash_files(folder: Path, kept: Path) -> str:
     known = _known(kept)
     found = {str(path.resolve()): _facts(path, known) for path in paths}
     if any(known.get(path) != facts for path, facts in found.items()):
-        write_json(kept, {**known, **found})
+        write_record(kept, {**known, **found})
     lines = [f"{path.name} {found[str(path.resolve())]['sha256']}" for path in paths]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
@@ -97,7 +97,7 @@ def _known(kept: Path) -> dict[str, Any]:
     if not kept.is_file():
         return {}
     try:
-        return read_object(kept)
+        return read_record(kept)
     except ValueError as error:
         raise ValueError(
             f"{kept} cannot be read ({error}): delete it, and the weights are hashed again"

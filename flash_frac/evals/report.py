@@ -26,7 +26,7 @@ from flash_frac.drawing import (
     length_axis,
 )
 from flash_frac.evals.suites import SUITES, Metric, Suite, Task
-from flash_frac.files import check_object, read_object, write_text
+from flash_frac.files import check_object, read_record, write_text
 from flash_frac.markdown import plain
 
 MISSING = "–"
@@ -209,7 +209,7 @@ def _load(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
     try:
-        report = read_object(path, {"model": str, "units": list})
+        report = read_record(path, {"model": str, "units": list})
         for number, unit in enumerate(report["units"], 1):
             check_object(unit, f"{path} unit {number}", UNIT)
     except ValueError as error:

@@ -34,7 +34,7 @@ from flash_frac.evals.identity import identity_in_memory, identity_of_checkpoint
 from flash_frac.evals.report import UNIT, markdown
 from flash_frac.evals.suites import SUITES, Request, Suite, Unit, check_suites
 from flash_frac.extras import require
-from flash_frac.files import read_object, write_json, write_text
+from flash_frac.files import read_record, write_record, write_text
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer
 from flash_frac.provenance import provenance, version_of
 
@@ -151,7 +151,7 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
                 seed=settings.seed,
             )
             record = {"model": model, **_measure(where, request, conditions)}
-            write_json(_place(out, suite, unit), record)
+            write_record(_place(out, suite, unit), record)
             _report(out, checkpoint, left_out)
     return _report(out, checkpoint, left_out)
 
@@ -287,7 +287,7 @@ def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> boo
 
 def _read_record(place: Path) -> dict[str, Any]:
     try:
-        return read_object(place, {**UNIT, "model": dict})
+        return read_record(place, {**UNIT, "model": dict})
     except ValueError as error:
         raise ValueError(f"{error}; delete it, and it is measured again") from error
 
@@ -340,7 +340,7 @@ def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
             )
     report = {"model": model_name(checkpoint), "checkpoint": checkpoint, "units": found}
     report |= {"left_out": left_out} if left_out else {}
-    write_json(out / "results.json", report)
+    write_record(out / "results.json", report)
     write_text(out / "results.md", markdown([report]))
     return report
 

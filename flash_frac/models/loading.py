@@ -10,7 +10,7 @@ counts as an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +28,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from flash_frac.files import read_json
 from flash_frac.manifest import MANIFEST, ManifestError, check_manifest
 
 logger = logging.get_logger(__name__)
 # How the files of a tokenizer begin, or end; one of them is there if there is a tokenizer.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "*.model", "*.tiktoken")
+_SETTINGS_FILES = ("config.json", "generation_config.json")
 # Weights that are verified at each load, in under a second: 501 MB took 0.6 to 0.7 s on a core.
 VERIFIED_BYTES = 1 << 29
 # Names of tensors in an error, at most.
@@ -144,6 +146,7 @@ def load_model(
     model, problems = read_model(found, argument=argument, **options)
     if problems:
         raise ValueError(f"{argument} {found.name} is refused: {'; '.join(problems)}")
+    _warn_of_changes(found.folder, _SETTINGS_FILES)
     return model
 
 
@@ -163,6 +166,8 @@ def read_model(
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = damaged_file(_folder_of(found)) or reason_of(error)
+        if (change := _changed(found.folder, _SETTINGS_FILES)) is not None:
+            why = f"{why}; {change}"
         raise ValueError(f"{argument} {found.name} cannot be loaded: {why}") from error
     model, report = loaded
     return model, weight_problems(model, report)
@@ -216,12 +221,15 @@ def find_tokenizer(found: Found) -> Any:
     if found.folder is not None and not _has_tokenizer(found.folder):
         raise ValueError(f"{found.name} has no tokenizer; {advice}")
     try:
-        return AutoTokenizer.from_pretrained(found.name, **found.options)
+        tokenizer = AutoTokenizer.from_pretrained(found.name, **found.options)
     # Every kind of tokenizer file fails in its own way, and each needs the same advice.
     except Exception as error:
+        why = _changed(found.folder, _TOKENIZER_FILES) or _broken_json(found.folder)
         raise ValueError(
-            f"the tokenizer of {found.name} cannot be loaded ({reason_of(error)}); {advice}"
+            f"the tokenizer of {found.name} cannot be loaded ({why or reason_of(error)}); {advice}"
         ) from error
+    _warn_of_changes(found.folder, _TOKENIZER_FILES)
+    return tokenizer
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -240,6 +248,34 @@ def damaged_weights(folder: Path | None) -> str | None:
         check_manifest(folder, "model*.safetensors", most_bytes=VERIFIED_BYTES)
     except ManifestError as error:
         return f"{error}; copy it again, or delete {MANIFEST} there if you have changed it yourself"
+    return None
+
+
+def _changed(folder: Path | None, patterns: Sequence[str]) -> str | None:
+    """A sentence on the first file that is not as the folder's manifest has it, None if all are."""
+    if folder is None or not (folder / MANIFEST).is_file():
+        return None
+    try:
+        for pattern in patterns:
+            check_manifest(folder, pattern)
+    except ManifestError as error:
+        return str(error)
+    return None
+
+
+def _warn_of_changes(folder: Path | None, patterns: Sequence[str]) -> None:
+    """People edit settings, so that they are taken as they are; damage would look the same."""
+    if (change := _changed(folder, patterns)) is not None:
+        logger.warning(f"{change}; if you have changed it yourself, delete {MANIFEST} there")
+
+
+def _broken_json(folder: Path | None) -> str | None:
+    """The same for a tokenizer's files that are not JSON, where there is no manifest."""
+    for path in sorted(folder.glob("*token*.json")) if folder is not None else ():
+        try:
+            read_json(path)
+        except (ValueError, OSError) as error:
+            return one_line(error)
     return None
 
 

@@ -15,9 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flash_frac.extras import require
-from flash_frac.files import drafted, folder_size, is_unwritten, put_in_place, sync, why_unwritten
+from flash_frac.files import (
+    drafted,
+    folder_size,
+    is_unwritten,
+    process_name,
+    put_in_place,
+    sync,
+    why_unwritten,
+)
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
-from flash_frac.train.lock import process_name
 
 SAVING, REMOVING = ".saving", ".removing"
 SHARDS = "pytorch_model_fsdp_0"

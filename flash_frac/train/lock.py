@@ -18,11 +18,6 @@ LOCK = ".lock"
 _held: set[int] = set()
 
 
-def process_name() -> str:
-    """This process among all that may write to a shared disk, as a part of a file's name."""
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder as long as the block runs; ValueError that names who holds it already.

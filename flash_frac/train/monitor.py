@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,19 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from flash_frac.files import read_objects, without_nan, write_rows
+from flash_frac.files import (
+    read_object,
+    read_objects,
+    without_nan,
+    write_bytes,
+    write_json,
+    write_rows,
+)
 from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 
 LOG_NAME = "log.jsonl"
+# In a checkpoint: size and checksum of the log at that moment.
+LOG_SUM_NAME = "log.json"
 # Dense bfloat16 rates of matrix products in TFLOP/s, from the makers' data sheets.
 PEAK_TFLOPS = {
     "H200": 989.5,
@@ -78,12 +89,24 @@ class JsonLinesCallback(TrainerCallback):
 
     A run that resumes drops the lines past its checkpoint: the file is that of a run that was
     never interrupted.
+
+    Args:
+        resumed_from: returns the checkpoint that the run goes on from, None for a new run.
     """
+
+    def __init__(self, resumed_from: Callable[[], Path | None]) -> None:
+        self._resumed_from = resumed_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        path = Path(args.output_dir) / LOG_NAME
+        path, checkpoint = Path(args.output_dir) / LOG_NAME, self._resumed_from()
+        # Checkpoints of earlier versions do not know their log.
+        if checkpoint is not None and (checkpoint / LOG_SUM_NAME).exists():
+            if (whole := log_until(path, checkpoint)) is not None:
+                write_bytes(path, whole)
+                return
+            print(f"{path} is not the log that {checkpoint} was saved with", flush=True)
         kept = [line for line in read_lines(path) if line["step"] <= state.global_step]
         write_rows(path, kept)
 
@@ -97,6 +120,23 @@ class JsonLinesCallback(TrainerCallback):
             except OSError as error:
                 # A full disk is reported without the name of the file.
                 raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_log_sum(output_dir: str | Path, checkpoint: Path) -> None:
+    """Write size and checksum of a run's log into a checkpoint."""
+    path = Path(output_dir) / LOG_NAME
+    content = path.read_bytes() if path.exists() else b""
+    facts = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_json(checkpoint / LOG_SUM_NAME, facts)
+
+
+def log_until(path: Path, checkpoint: Path) -> bytes | None:
+    """The log as it was when a checkpoint was saved; None if it has changed since."""
+    if not path.exists():
+        return None
+    known = read_object(checkpoint / LOG_SUM_NAME, {"size": int, "sha256": str})
+    content = path.read_bytes()[: known["size"]]
+    return content if hashlib.sha256(content).hexdigest() == known["sha256"] else None
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:

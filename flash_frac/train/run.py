@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from transformers import set_seed
@@ -107,14 +107,14 @@ def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
         _write_run(recipe, order, model, output_dir / RUN_NAME)
         print(_describe(model, splits, None if resume else output_dir), flush=True)
     with saying_what_is_kept(args, trainer):
-        final = _train(trainer, resume)
+        final = _train(trainer, resume, output_dir)
     history = trainer.state.log_history
     return TrainResult(
         trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
     )
 
 
-def _train(trainer: FracTrainer, resume: Path | None) -> Path:
+def _train(trainer: FracTrainer, resume: Path | None, output_dir: Path) -> Path:
     """All steps that are left, the last evaluation if it is wanted, and the final model."""
     args = trainer.args
     try:
@@ -122,6 +122,9 @@ def _train(trainer: FracTrainer, resume: Path | None) -> Path:
     except AlreadyTrained:
         if args.should_save:
             print(f"This run is finished: {resume} is its last checkpoint", flush=True)
+            # It may have been killed between its last checkpoint and this.
+            best = trainer.state.best_model_checkpoint
+            checkpoints.rotate(output_dir, args.save_total_limit, best)
         trainer.load_best()
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
@@ -197,9 +200,8 @@ def _output_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.training.output_dir or "trainer_output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        # Without a name, so that a process that is killed leaves none.
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written to: {error}") from error
     return folder
@@ -223,8 +225,9 @@ def _resume_point(
     ]
     if changed:
         raise ValueError(
-            f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}): choose "
-            f"another output_dir, or resume it all the same with --resume_from_checkpoint {last}"
+            f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}) in its "
+            f"{RUN_NAME}: choose another output_dir, or resume it all the same with "
+            f"--resume_from_checkpoint {last}"
         )
     return newest_whole(folder)
 

@@ -27,20 +27,20 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from flash_frac.data import Collator, StreamingDataset
-from flash_frac.files import write_text
+from flash_frac.files import process_name, write_text
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train import resuming
 from flash_frac.train.context import CountingCollator, Seen
 from flash_frac.train.course import Course
 from flash_frac.train.decay import decayed_parameters
 from flash_frac.train.flops import training_flops
-from flash_frac.train.lock import process_name
 from flash_frac.train.monitor import (
     ConsoleCallback,
     JsonLinesCallback,
     device_peak_flops,
     memory_law,
     peak_memory_gib,
+    write_log_sum,
 )
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.parallel import context_group, on_main
@@ -97,7 +97,7 @@ class FracTrainer(Trainer):
         self.console = ConsoleCallback()
         if not args.disable_tqdm:
             self.add_callback(self.console)
-        self.add_callback(JsonLinesCallback())
+        self.add_callback(JsonLinesCallback(lambda: self.resumed_from))
         peak = args.peak_tflops and args.peak_tflops * 1e12
         self.peak_flops = peak or device_peak_flops(args.device)
         # Where Trainer writes a checkpoint while it is not complete.
@@ -366,6 +366,8 @@ class FracTrainer(Trainer):
                 self.processing_class.save_pretrained(draft)  # pyright: ignore
             if self.carried is not None:
                 self.carried.save(draft / self._carried_name())
+            if self.args.should_save:
+                write_log_sum(self._output_dir, draft)
             if self._bookmark is not None and self.args.process_index == 0:
                 write_text(draft / resuming.STREAM_NAME, self._bookmark.to_json())
             if self.state.best_model_checkpoint:

@@ -110,3 +110,17 @@ def test_functions_take_turns(monkeypatch):
 def test_scripts_are_thin(path):
     """What measures is in flash_frac/bench; the figures are drawn here."""
     assert len(path.read_text().splitlines()) < (250 if path.name == "plot.py" else 60)
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
+    path = tmp_path / "cpu.csv"
+    append_rows([row()], path)
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"cpu\.csv could not be written: No space left"):
+        append_rows([row()], path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

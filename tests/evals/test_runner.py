@@ -13,6 +13,7 @@ from flash_frac.evals import harness, runner
 from flash_frac.evals.examples import read_rows
 from flash_frac.evals.language_model import FracLM
 from flash_frac.evals.long_perplexity import window_starts
+from flash_frac.evals.report import compare
 from flash_frac.evals.runner import Settings, evaluate, model_name, suite_names, whole_numbers
 from flash_frac.evals.suites import SUITES
 from tests.evals.known import SAMPLES
@@ -92,6 +93,24 @@ def test_damaged_results_are_named(checkpoint, tmp_path, task, content):
     (tmp_path / "lm" / f"{task}.json").write_text(content)
     with pytest.raises(ValueError, match=rf"{task}\.json .*; delete it, and it is measured again"):
         evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
+
+
+def test_a_digit_that_changed_is_noticed(checkpoint, tmp_path):
+    """In a result, in the report, and in the hashes that results are known by."""
+    settings = options(tasks=("piqa",), limit=1)
+    evaluate(str(checkpoint), tmp_path, settings)
+    for name, call in {
+        "lm/piqa.json": lambda: evaluate(str(checkpoint), tmp_path, settings),
+        "results.json": lambda: compare([tmp_path], tmp_path / "compared"),
+        "hashes.json": lambda: evaluate(str(checkpoint), tmp_path, settings),
+    }.items():
+        path = tmp_path / name
+        whole = path.read_text()
+        digit = next(n for n, letter in enumerate(whole) if letter in "123456")
+        path.write_text(whole[:digit] + str(int(whole[digit]) + 1) + whole[digit + 1 :])
+        with pytest.raises(ValueError, match=rf"{name} .*do not match its checksum"):
+            call()
+        path.write_text(whole)
 
 
 def test_a_result_that_is_not_finite_is_null(checkpoint, tmp_path, monkeypatch):

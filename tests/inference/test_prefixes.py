@@ -493,6 +493,7 @@ def test_states_of_another_model(tmp_path):
     model = make_model()
     prefixes = saved(model, tmp_path, [[3, 4]])
     problem = r"folder .*states holds prefix states of another model: frac_num_modes is 8 there"
+    problem += r" and 4 here \(by state-.*\.prefix\)"
     with pytest.raises(ValueError, match=problem):
         make_prefixes(make_model(frac_num_modes=4), tmp_path)
     assert prefixes.bind(model).longest([3, 4, 5]) is not None

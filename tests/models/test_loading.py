@@ -1,5 +1,6 @@
 """Checkpoints for the commands: found without retries, loaded whole, or refused by name."""
 
+import logging
 import shutil
 from types import SimpleNamespace
 
@@ -205,3 +206,49 @@ def test_folders_that_hold_no_model(tmp_path):
         find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="is a file; name the folder"):
         find_checkpoint(tmp_path / "file")
+
+
+def warnings_of(call, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("flash_frac.models.loading"), "propagate", True)
+    caplog.clear()
+    with caplog.at_level("WARNING", "flash_frac"):
+        call()
+    return caplog.text
+
+
+def test_settings_that_changed_are_named(copy, caplog, monkeypatch):
+    """They are taken as they are, because people edit them; a flipped bit would look the same."""
+    write_manifest(copy)
+    loads = {
+        "config.json": lambda: load_model(copy),
+        "generation_config.json": lambda: load_model(copy),
+        "tokenizer_config.json": lambda: find_tokenizer(find_checkpoint(copy)),
+    }
+    for name, load in loads.items():
+        assert warnings_of(load, caplog, monkeypatch) == ""
+        whole = (copy / name).read_text()
+        (copy / name).write_text(whole + " ")
+        assert f"{copy / name} is damaged" in warnings_of(load, caplog, monkeypatch)
+        (copy / MANIFEST).rename(copy / "aside")
+        assert warnings_of(load, caplog, monkeypatch) == ""
+        (copy / "aside").rename(copy / MANIFEST)
+        (copy / name).write_text(whole)
+
+
+def test_settings_that_make_no_sense_any_more_are_named(copy):
+    write_manifest(copy)
+    path = copy / "config.json"
+    path.write_text(path.read_text().replace("hidden_size", "hidden_rize"))
+    with pytest.raises(ValueError, match=rf"no field hidden_rize.*; {path} is damaged"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_broken_file_of_a_tokenizer_is_named(copy, name, listed):
+    if listed:
+        write_manifest(copy)
+    (copy / name).write_text((copy / name).read_text()[:50])
+    with pytest.raises(ValueError, match=rf"cannot be loaded \({copy / name} is ") as caught:
+        find_tokenizer(find_checkpoint(copy))
+    assert "\n" not in str(caught.value)

@@ -1,7 +1,9 @@
 """Runs in processes of their own, and what they left in their folders."""
 
+import json
 import multiprocessing
 import os
+import random
 import resource
 import socket
 import sys
@@ -9,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from flash_frac.train.monitor import LOG_NAME, read_lines
@@ -16,6 +19,58 @@ from flash_frac.train.monitor import LOG_NAME, read_lines
 # Its processes are copies of one that has all modules loaded, which takes seconds each time.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["flash_frac.cli", "flash_frac.train"])
+
+TINY = {
+    "model_type": "frac",
+    "vocab_size": 259,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "frac_num_modes": 4,
+    "frac_tau_max": 1024.0,
+    "fuse_linear_cross_entropy": True,
+}
+
+
+def make_text(folder):
+    """Forty documents of words that repeat, so that something can be learned."""
+    draw = random.Random(0)
+    words = ["memory", "fades", "as", "a", "power", "law", "of", "time", "and", "not", "faster"]
+    lines = []
+    for _ in range(40):
+        length = draw.randint(20, 400)
+        lines.append({"text": " ".join(draw.choice(words) for _ in range(length))})
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def make_recipe(folder, text, cache, **changes):
+    """A recipe of a few quick steps, with changes, in a folder with its model; gives its path."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    values = {
+        "config_name": str(folder / "config.json"),
+        "data_files": [str(text)],
+        "held_out": 0.1,
+        "sequence_length": 64,
+        "cache_dir": str(cache),
+        "output_dir": str(folder / "run"),
+        "max_steps": 6,
+        "learning_rate": "3e-3",
+        "weight_decay": 0.1,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1000,
+        "memory_law_steps": 0,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**values, **changes}))
+    return path
 
 
 def start(*arguments, environment=None, file_size=resource.RLIM_INFINITY):

@@ -2,8 +2,8 @@
 
 import os
 
+from flash_frac.files import process_name
 from flash_frac.train import checkpoint
-from flash_frac.train.lock import process_name
 from tests.disks import watched
 
 

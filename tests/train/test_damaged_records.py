@@ -1,9 +1,12 @@
 """Records of a run that are damaged: each is named, with what to do."""
 
+import shutil
+
 import pytest
 
 from flash_frac.manifest import MANIFEST
 from flash_frac.train import load_recipe, train
+from flash_frac.train.monitor import read_lines
 from tests.commands import frac
 
 
@@ -48,3 +51,28 @@ def test_damaged_records_are_named(run):
     state.write_text(whole)
     done = frac("train", recipe, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_log_that_changed_is_named(run):
+    """Its lines are still JSON; the run goes on, and the log as it is."""
+    recipe, log = run.parent / "recipe.yaml", run / "log.jsonl"
+    whole = log.read_text()
+    said = f"{log} is not the log that {run / 'checkpoint-2'} was saved with"
+    for content in (whole.replace('"loss": ', '"loss": 1'), "", whole[: whole.index("\n") + 1]):
+        for folder in ("checkpoint-3", "final"):
+            shutil.rmtree(run / folder, ignore_errors=True)
+        log.write_text(content)
+        done = frac("train", recipe, "--max_steps", 3)
+        assert done.returncode == 0 and said in done.stdout.splitlines()
+    shutil.rmtree(run / "checkpoint-3")
+    log.write_text(whole + '{"step": 2, "loss": 0.0}\n')
+    done = frac("train", recipe, "--max_steps", 3)
+    assert done.returncode == 0 and "is not the log" not in done.stdout
+    # What came after the checkpoint is written again.
+    assert [line["step"] for line in read_lines(log) if "loss" in line] == [1, 2, 3]
+
+
+def test_other_settings_name_their_record(run):
+    done = frac("train", run.parent / "recipe.yaml", "--sequence_length", 32)
+    assert done.returncode == 1 and "other settings (sequence_length 64 -> 32)" in done.stderr
+    assert f"output_dir {run} " in done.stderr and "in its run.json" in done.stderr

@@ -167,6 +167,18 @@ def test_a_complete_run_is_not_trained_further(write_recipe, tmp_path):
     assert_same_weights(weights(tmp_path / "run"), before)
 
 
+def test_a_run_killed_after_its_last_checkpoint_keeps_no_more_than_its_limit(
+    write_recipe, tmp_path, monkeypatch
+):
+    path, run = write_recipe(save_total_limit=2), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("flash_frac.train.checkpoint.remove", lambda folder: None)
+        train(load_recipe(path))
+    assert len(checkpoints(run)) == 3
+    train(load_recipe(path))
+    assert [p.name for p in checkpoints(run)] == ["checkpoint-4", "checkpoint-6"]
+
+
 def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
     train(load_recipe(write_recipe(max_steps=2)))
     with pytest.raises(ValueError, match=r"other settings \(sequence_length 64 -> 32\)"):

@@ -64,8 +64,8 @@ class PrefixFolder:
             return None
         if difference is not None:
             raise ValueError(
-                f"folder {self.folder} holds prefix states of another model: {difference}. Name "
-                f"another folder, or delete the files *{SUFFIX} in it"
+                f"folder {self.folder} holds prefix states of another model: {difference} (by "
+                f"{path.name}). Name another folder, or delete the files *{SUFFIX} in it"
             )
         return Entry(path, ids, begin, is_state, num_logits)
 
