@@ -110,6 +110,27 @@ def test_checkpoints_of_earlier_versions(stopped):
     assert done.returncode == 1 and f"{last}/optimizer* is missing" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (delete, "carried_0.safetensors"),
+        (delete, "rng_state.pth"),
+        (cut, "scheduler.pt"),
+        (flip, "optimizer.pt"),
+        (cut, "rng_state.pth"),
+        (cut, "config.json"),
+    ],
+)
+def test_damage_is_named_without_a_manifest(stopped, damage, name):
+    path, run = stopped
+    last = run / "checkpoint-6"
+    delete(last / MANIFEST)
+    damage(last / name)
+    done = frac("train", path, "--max_steps", 7, "--resume_from_checkpoint", last)
+    assert done.returncode == 1 and done.stderr.count("\n") <= 1, done.stderr
+    assert str(last / name).replace(".pth", "") in done.stderr, done.stderr
+
+
 def test_a_trainer_of_ones_own_verifies_too(stopped):
     path, run = stopped
     recipe = load_recipe(path)
