@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from flash_frac.bench.timing import Times
-from flash_frac.files import read_table
+from flash_frac.files import append_text, read_table
 from flash_frac.provenance import provenance
 
 MADE_WITH = ("command", "commit", "machine", "threads", "python", "torch", "triton", "transformers")
@@ -125,11 +126,12 @@ def append_rows(rows: Iterable[Mapping], path: Path, columns: Sequence[str] = CO
     check_header(path, columns)
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if new:
+        writer.writeheader()
+    writer.writerows(rows)
+    append_text(path, text.getvalue())
 
 
 def row_keeper(

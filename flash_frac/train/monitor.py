@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from flash_frac.files import read_objects, without_nan, write_rows
+from flash_frac.files import append_text, read_objects, without_nan, write_rows
 from flash_frac.inspect.statistics import layer_numbers, memory_statistics
 
 LOG_NAME = "log.jsonl"
@@ -90,13 +90,8 @@ class JsonLinesCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             path = Path(args.output_dir) / LOG_NAME
-            try:
-                with path.open("a", encoding="utf-8") as file:
-                    line = without_nan({"step": state.global_step, **logs})
-                    file.write(json.dumps(line) + "\n")
-            except OSError as error:
-                # A full disk is reported without the name of the file.
-                raise OSError(error.errno, error.strerror, str(path)) from error
+            line = json.dumps(without_nan({"step": state.global_step, **logs})) + "\n"
+            append_text(path, line)
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
