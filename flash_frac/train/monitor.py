@@ -84,8 +84,10 @@ class JsonLinesCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / LOG_NAME
-        kept = [line for line in read_lines(path) if line["step"] <= state.global_step]
-        write_rows(path, kept)
+        lines = read_lines(path)
+        if path.exists() and path.read_bytes()[-1:] not in (b"\n", b""):
+            print(f"{path} line {len(lines) + 1} is cut off and left out", flush=True)
+        write_rows(path, [line for line in lines if line["step"] <= state.global_step])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:

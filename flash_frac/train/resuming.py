@@ -15,7 +15,7 @@ from transformers import TrainerState
 from transformers.utils import logging
 
 from flash_frac.data import Bookmark, StreamingDataset
-from flash_frac.files import read_json, sync
+from flash_frac.files import read_json, read_object, sync
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
 from flash_frac.train.checkpoint import checkpoints
@@ -100,13 +100,14 @@ def _damaged_state(folder: Path) -> str | None:
     path = folder / "trainer_state.json"
     try:
         TrainerState.load_from_json(str(path))
+        read_object(path, dict.fromkeys(("global_step", "max_steps", "train_batch_size"), int))
         for path in folder.glob("config.json"):
             read_json(path)
         for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth"))):
             _check_archive(path)
     # Of JSON, of its encoding, of fields that are missing or strange, and of archives.
     except (ValueError, TypeError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        return f"{path} is damaged: {error}"
+        return str(error) if str(path) in str(error) else f"{path} is damaged: {error}"
     return None
 
 
@@ -143,7 +144,7 @@ def check_best(folder: Path) -> None:
 
 def best_of(checkpoint: Path) -> Path | None:
     """The best checkpoint so far as one knows it, wherever their folder is now."""
-    best = read_json(checkpoint / "trainer_state.json")["best_model_checkpoint"]
+    best = read_object(checkpoint / "trainer_state.json").get("best_model_checkpoint")
     return None if best is None else checkpoint.parent / Path(best).name
 
 

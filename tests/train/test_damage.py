@@ -29,6 +29,10 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-9])
 
 
+def empty(path):
+    path.write_text("{}")
+
+
 DAMAGES = [
     (delete, "optimizer.pt", "is missing"),
     (delete, "scheduler.pt", "is missing"),
@@ -119,6 +123,8 @@ def test_checkpoints_of_earlier_versions(stopped):
         (flip, "optimizer.pt"),
         (cut, "rng_state.pth"),
         (cut, "config.json"),
+        (empty, "trainer_state.json"),
+        (cut, "trainer_state.json"),
     ],
 )
 def test_damage_is_named_without_a_manifest(stopped, damage, name):
