@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from transformers import set_seed
@@ -123,6 +124,10 @@ def _train(trainer: FracTrainer, resume: Path | None) -> Path:
         if args.should_save:
             print(f"This run is finished: {resume} is its last checkpoint", flush=True)
         trainer.load_best()
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{resume} is refused: a file of torch in it is damaged or holds code, which is not run"
+        ) from error
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
     if wanted and trainer.state.global_step not in seen:

@@ -3,12 +3,14 @@
 import shutil
 
 import pytest
+import torch
 
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 from flash_frac.train import FracTrainer, load_recipe, train
 from flash_frac.train.checkpoint import checkpoints, consolidate
 from flash_frac.train.resuming import newest_whole
 from tests.commands import frac
+from tests.test_remote_code import Code
 from tests.train.runs import assert_same_weights, losses, weights
 
 STATEFUL = {"separate_documents": True, "stateful": True}
@@ -135,6 +137,16 @@ def test_damage_is_named_without_a_manifest(stopped, damage, name):
     done = frac("train", path, "--max_steps", 7, "--resume_from_checkpoint", last)
     assert done.returncode == 1 and done.stderr.count("\n") <= 1, done.stderr
     assert str(last / name).replace(".pth", "") in done.stderr, done.stderr
+
+
+def test_code_in_an_optimizer_is_not_run(stopped, tmp_path):
+    path, run = stopped
+    last, mark = run / "checkpoint-6", tmp_path / "the code has run"
+    torch.save({"code": Code(mark)}, last / "optimizer.pt")
+    write_manifest(last)
+    done = frac("train", path, "--max_steps", 7)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not mark.exists()
+    assert f"{last} is refused: a file of torch in it" in done.stderr
 
 
 def test_a_trainer_of_ones_own_verifies_too(stopped):
