@@ -156,9 +156,23 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return columns, rows
 
 
-def is_unwritten(error: Exception) -> bool:
-    """Whether an error says that a file could not be written, whichever library raised it."""
-    return isinstance(error, OSError) or re.search(_UNWRITTEN, str(error)) is not None
+def is_unwritten(error: Exception, folder: Path) -> bool:
+    """Whether an error says that a file below a folder could not be written.
+
+    It comes from Python or another library. An error of another file, as one that is read
+    meanwhile, or of a connection is none.
+    """
+    if isinstance(error, ConnectionError | TimeoutError):
+        return False
+    if not isinstance(error, OSError):
+        return re.search(_UNWRITTEN, str(error)) is not None
+    # copytree has a list of what went wrong. Clients of a network raise an OSError without errno.
+    if error.errno is None:
+        return isinstance(error, shutil.Error)
+    folder = folder.absolute()
+    # A write names no file. A folder that cannot be made may be one above.
+    paths = [Path(os.fsdecode(x)).absolute() for x in (error.filename, error.filename2) if x]
+    return all(folder.is_relative_to(x) or x.is_relative_to(folder) for x in paths)
 
 
 @contextmanager
@@ -186,7 +200,7 @@ def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
         yield draft
         put_in_place(draft, path, durable=durable)
     except Exception as error:
-        if isinstance(error, WriteError) or not is_unwritten(error):
+        if isinstance(error, WriteError) or not is_unwritten(error, path.parent):
             raise
         raise WriteError(
             f"{path} could not be written: {why_unwritten(path, error, size)}"
@@ -227,18 +241,24 @@ def _runs(process: int) -> bool:
 def _remove(draft: Path) -> None:
     if draft.is_dir():
         shutil.rmtree(draft, ignore_errors=True)
-    draft.unlink(missing_ok=True)
+    # Its folder may be no folder, which the error says already.
+    with suppress(OSError):
+        draft.unlink()
 
 
-def why_unwritten(path: Path, error: Exception, size: int | None) -> str:
-    """The reason in one line, the bytes that are needed, if that is known, and those free."""
+def why_unwritten(path: Path, error: Exception, size: int, *, or_more: bool = False) -> str:
+    """The reason in one line, the bytes that are needed, and those that are free.
+
+    Args:
+        or_more: `size` is what was written until it failed.
+    """
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     # copytree gives a list of all that went wrong, (from, to, why).
     first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
     reason = " ".join(str(getattr(first, "strerror", None) or first).split())
     free = shutil.disk_usage(nearest).free
-    needed = "" if size is None else f"it needs {size:,} bytes, and "
-    return f"{reason}; {needed}{free:,} bytes are free on that disk"
+    needed = f"more than {size:,}" if or_more else f"{size:,}"
+    return f"{reason}; it needs {needed} bytes, and {free:,} bytes are free on that disk"
 
 
 def folder_size(folder: Path) -> int:
@@ -266,6 +286,16 @@ def write_bytes(path: Path, content: bytes) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """The same for a text."""
     return write_bytes(path, text.encode())
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add to a file; WriteError that names it if that fails, after which it may end in a part."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        why = why_unwritten(path, error, len(text.encode()))
+        raise WriteError(f"{path} could not be written: {why}") from error
 
 
 def write_json(path: Path, value: Any) -> Path:

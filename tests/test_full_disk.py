@@ -4,6 +4,7 @@ A limit on the size of files stands for the disk: the system refuses writes beyo
 way, to Python, to safetensors and to tokenizers.
 """
 
+import re
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flash_frac.bench.rows import append_rows
 from flash_frac.data import byte_tokenizer
 from flash_frac.drawing import figure_at
-from flash_frac.files import WriteError, drafted, folder_size, write_files, write_text
+from flash_frac.files import (
+    WriteError,
+    append_text,
+    drafted,
+    folder_size,
+    write_files,
+    write_text,
+)
 from flash_frac.inference.prefixes.files import FORMAT
 from flash_frac.inference.storage import write_file
 from flash_frac.train.checkpoint import SHARDS, CheckpointError, whole
+from flash_frac.train.lock import locked
 from tests.commands import frac, make_checkpoint
 
 NEEDS = "it needs {} bytes, and "
@@ -72,6 +82,42 @@ def test_other_errors_stay_what_they_are(tmp_path):
         _ = 1 / 0
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), OSError("the hub is away")])
+def test_errors_of_a_network_are_no_failed_writes(tmp_path, error):
+    with pytest.raises(type(error), match=re.escape(str(error))), drafted(tmp_path / "a", 1):
+        raise error
+
+
+def test_a_file_that_cannot_be_read_is_no_failed_write(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, drafted(tmp_path / "new" / "a", 1) as draft:
+        draft.write_bytes((tmp_path / "missing").read_bytes())
+    assert "could not be written" not in str(caught.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match="Not a directory"):
+        write_text(tmp_path / "file" / "new" / "a", "x")
+    assert everything_in(tmp_path) == ["file"]
+
+
+def test_files_that_grow(tmp_path):
+    for append in (
+        lambda path: append_text(path, "x" * 1000),
+        lambda path: append_rows([{"command": "x" * 1000}], path),
+    ):
+        with files_of_at_most(100), pytest.raises(WriteError) as caught:
+            append(tmp_path / "a")
+        (tmp_path / "a").unlink(missing_ok=True)
+        assert str(caught.value).startswith(f"{tmp_path / 'a'} could not be written: File too")
+
+
+def test_a_lock(tmp_path):
+    with (
+        files_of_at_most(0),
+        pytest.raises(ValueError, match=rf"output_dir {tmp_path} cannot be written to: .*needs"),
+        locked(tmp_path),
+    ):
+        pass
+
+
 def assert_refused(done, path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     line = done.stderr.splitlines()[-1]
@@ -124,7 +170,7 @@ def test_a_checkpoint(tmp_path, save):
 
     once = {"writer": "me", "main": True, "wait": lambda: None}
     # The first has none before it to tell its size.
-    needs = ""
+    needs, good = "it needs more than ", "there is no checkpoint yet"
     for name in ("checkpoint-2", "checkpoint-4"):
         with (
             files_of_at_most(1000),
@@ -135,10 +181,12 @@ def test_a_checkpoint(tmp_path, save):
         message = str(caught.value)
         assert message.startswith(f"{name} could not be written to {tmp_path}: ")
         assert "\n" not in message and needs in message and "are free on that disk" in message
+        assert good in message
         assert not list(tmp_path.glob(".saving*"))
         with whole(tmp_path, "checkpoint-2", **once) as draft:
             (draft / "file").write_text("good")
         needs = NEEDS.format(folder_size(tmp_path / "checkpoint-2"))
+        good = f"the last good checkpoint is {tmp_path / 'checkpoint-2'}"
 
 
 def test_consolidate(tmp_path, monkeypatch):

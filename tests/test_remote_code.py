@@ -1,11 +1,14 @@
 """Python code that comes with a checkpoint: it runs if that was asked for, and not by a piped y."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from flash_frac.data import byte_tokenizer
-from tests.commands import frac
+from tests.commands import frac, make_checkpoint
 from tests.test_cli import COMMANDS, SAMPLES
 
 # A model of one embedding, which leaves a file behind when its code is imported.
@@ -80,3 +83,27 @@ def test_eval_runs_it_if_asked(checkpoint, mark):
     done = frac("eval", checkpoint, *options, "--trust-remote-code")
     assert done.returncode == 0, done.stderr
     assert mark.exists()
+
+
+class Code:
+    """Pickled, it makes a file when it is read."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_code_in_pickled_weights(tmp_path, mark):
+    folder = make_checkpoint(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    command = ("generate", folder, "--prompt", "a", "--max-new-tokens", 1)
+    assert frac(*command).returncode == 0
+    torch.save({**tensors, "code": Code(mark)}, folder / "pytorch_model.bin")
+    done = frac(*command)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not mark.exists()
+    assert f"checkpoint {folder} is refused: its pickled weights" in done.stderr

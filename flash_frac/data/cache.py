@@ -26,6 +26,7 @@ from flash_frac.data.encoding import Encoder, mark_held_out
 from flash_frac.data.hub import HubDocuments
 from flash_frac.data.sources import find_files, read_documents, suffix_of
 from flash_frac.data.store import FORMAT, StoreWriter, TokenStore
+from flash_frac.files import folder_size, why_unwritten
 
 # What is done within a second needs no bar.
 BAR_DELAY = 1.0
@@ -154,8 +155,13 @@ class _Maker:
         try:
             yield
         except OSError as error:
+            why = str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                # What this run and others have written until now.
+                drafts = sum(map(folder_size, self.cache.glob(".*")))
+                why = why_unwritten(self.cache / "tokens", error, drafts, or_more=True)
             raise ValueError(
-                f"cache_dir: cannot write tokens to {self.cache} ({error}); make room there or "
+                f"cache_dir: cannot write tokens to {self.cache} ({why}); make room there or "
                 "make it writable, or set cache_dir to another folder"
             ) from error
 

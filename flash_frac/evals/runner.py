@@ -300,7 +300,13 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(lm.device)
     start = time.perf_counter()
-    results = dict((suite.measure or harness.measure)(request))
+    try:
+        results = dict((suite.measure or harness.measure)(request))
+    except OverflowError as error:
+        raise ValueError(
+            f"{suite.name}/{unit.name}: a perplexity is too large for a number ({error}), so the "
+            "weights are damaged or were never trained; `frac doctor CHECKPOINT` verifies them"
+        ) from error
     # Cut by the suite's own rule, or at the beginning.
     results["num_truncated"] = results.get("num_cut", 0) + lm.num_truncated
     results["tokens_read"] = results.get("tokens_read", lm.tokens_read)

@@ -18,6 +18,7 @@ from flash_frac.models.export import auto_map, write_code
 from flash_frac.models.fields import (
     check_names,
     check_ranges,
+    check_special_tokens,
     check_types,
     nearest,
     own_fields,
@@ -195,6 +196,7 @@ class FracConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         check_types(vars(self), get_annotations(FracConfig, eval_str=True))
         check_ranges(vars(self))
+        check_special_tokens(vars(self))
         if self.intermediate_size is None:
             self.intermediate_size = int(self.frac_expand * self.hidden_size)
         if self.frac_head_dim is None:

@@ -147,6 +147,17 @@ def check_ranges(values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
+def check_special_tokens(values: Mapping[str, Any]) -> None:
+    """ValueError that names the first special token which is not in the vocabulary.
+
+    Example: `check_special_tokens({"vocab_size": 259, "pad_token_id": 0})`
+    """
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value, size = values.get(name), values["vocab_size"]
+        if any(x >= size for x in (value if isinstance(value, list) else [value or 0])):
+            raise ValueError(f"{name} must be below vocab_size ({size}), got {value!r}")
+
+
 def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, UnionType):
         return any(_fits(value, kind) for kind in get_args(hint))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +165,11 @@ def read_model(
                 **found.options,
                 **options,
             )
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{argument} {found.name} is refused: its pickled weights (.bin) are damaged, or hold "
+            "code, which is not run"
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = damaged_file(_folder_of(found)) or reason_of(error)
         if (change := _changed(found.folder, _SETTINGS_FILES)) is not None:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from flash_frac.models import FracConfig
 from flash_frac.models.fields import check_names, did_you_mean
 from flash_frac.recipes import find_config
-from flash_frac.train.parallel import set_timeout
+from flash_frac.train.parallel import meeting, set_timeout
 
 logger = logging.get_logger(__name__)
 # Trainer takes other values of these for "always", "never", or "by another setting".
@@ -119,7 +119,8 @@ class FracTrainingArguments(TrainingArguments):
         if self.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             logger.warning("fsdp: there is one process, and nothing to shard.")
             self.fsdp = None
-        super().__post_init__()
+        with meeting(self):
+            super().__post_init__()
         # Trainer passes it on to some backends only.
         set_timeout(self.ddp_timeout_delta)
         self._check_mappings()

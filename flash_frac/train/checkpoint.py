@@ -89,15 +89,17 @@ def whole(
             publish(draft, Path(output_dir))
     except Exception as error:
         # tokenizers has no class of its own for a disk that is full.
-        if not is_unwritten(error):
+        if not is_unwritten(error, drafts):
             raise
         last = last_checkpoint(output_dir)
-        # The best guess is another one; the first is not known before it is written.
-        why = why_unwritten(draft, error, None if last is None else folder_size(Path(last)))
+        # The best guess is another one; of the first, only what was written until now is known.
+        why = why_unwritten(draft, error, folder_size(last or drafts), or_more=last is None)
         shutil.rmtree(drafts, ignore_errors=True)
+        good = "there is no checkpoint yet, so the same command begins again"
+        if last is not None:
+            good = f"the last good checkpoint is {last}, from which the same command resumes"
         raise CheckpointError(
-            f"{name} could not be written to {output_dir}: {why}. Make room; the last good "
-            f"checkpoint is {last or 'none'}, from which the same command resumes"
+            f"{name} could not be written to {output_dir}: {why}. Make room; {good}"
         ) from error
     wait()
 

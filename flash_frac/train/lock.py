@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flash_frac.files import why_unwritten
+
 LOCK = ".lock"
 # Locks that this process holds, which the processes that it forks must not keep after its death.
 _held: set[int] = set()
@@ -50,9 +52,12 @@ def _take(descriptor: int, folder: Path) -> None:
         ) from error
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0
-    )
+    holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode()
+    try:
+        os.pwrite(descriptor, holder, 0)
+    except OSError as error:
+        why = why_unwritten(folder / LOCK, error, len(holder))
+        raise ValueError(f"output_dir {folder} cannot be written to: {why}") from error
 
 
 def _let_go() -> None:

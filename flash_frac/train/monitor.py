@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from flash_frac.files import (
+    append_text,
     read_object,
     read_objects,
     without_nan,
@@ -101,25 +102,22 @@ class JsonLinesCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         path, checkpoint = Path(args.output_dir) / LOG_NAME, self._resumed_from()
+        lines = read_lines(path)
+        if path.exists() and path.read_bytes()[-1:] not in (b"\n", b""):
+            print(f"{path} line {len(lines) + 1} is cut off and left out", flush=True)
         # Checkpoints of earlier versions do not know their log.
         if checkpoint is not None and (checkpoint / LOG_SUM_NAME).exists():
             if (whole := log_until(path, checkpoint)) is not None:
                 write_bytes(path, whole)
                 return
             print(f"{path} is not the log that {checkpoint} was saved with", flush=True)
-        kept = [line for line in read_lines(path) if line["step"] <= state.global_step]
-        write_rows(path, kept)
+        write_rows(path, [line for line in lines if line["step"] <= state.global_step])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             path = Path(args.output_dir) / LOG_NAME
-            try:
-                with path.open("a", encoding="utf-8") as file:
-                    line = without_nan({"step": state.global_step, **logs})
-                    file.write(json.dumps(line) + "\n")
-            except OSError as error:
-                # A full disk is reported without the name of the file.
-                raise OSError(error.errno, error.strerror, str(path)) from error
+            line = json.dumps(without_nan({"step": state.global_step, **logs})) + "\n"
+            append_text(path, line)
 
 
 def write_log_sum(output_dir: str | Path, checkpoint: Path) -> None:

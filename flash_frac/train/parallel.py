@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -50,6 +51,25 @@ def context_group(size: int, args: Any) -> tuple[Any, tuple[int, int]]:
     starts = range(0, dist.get_world_size(), size)
     groups = [dist.new_group(list(range(x, x + size)), timeout=timeout) for x in starts]
     return groups[rank // size], (rank % size, size)
+
+
+@contextmanager
+def meeting(args: Any) -> Iterator[None]:
+    """A block in which the processes of a run find each other, within ddp_timeout.
+
+    Trainer waits half an hour on CPUs, whatever ddp_timeout says, unless they have met already.
+    """
+    count, rank = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK")
+    try:
+        if args.use_cpu and count > 1 and rank is not None and not dist.is_initialized():
+            dist.init_process_group(args.ddp_backend or "gloo", timeout=args.ddp_timeout_delta)
+        yield
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise LostRankError(
+            f"rank {rank} waited in vain for all {count} processes to begin (ddp_timeout is "
+            f"{args.ddp_timeout} s): {reason}. Start all of them within that time"
+        ) from error
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 from transformers import TrainerState
 from transformers.utils import logging
 
 from flash_frac.data import Bookmark, StreamingDataset
-from flash_frac.files import read_json, sync
+from flash_frac.files import read_json, read_object, sync
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
 from flash_frac.train.checkpoint import checkpoints
@@ -22,8 +23,8 @@ from flash_frac.train.checkpoint import checkpoints
 logger = logging.get_logger(__name__)
 STREAM_NAME = "stream.json"
 # Trainer takes another step without a word where one of these is missing; an optimizer of FSDP
-# has a folder.
-_STATE = ("optimizer*", "scheduler.pt", "trainer_state.json")
+# has a folder, and several processes have a rng_state each.
+_STATE = ("optimizer*", "scheduler.pt", "rng_state*", "trainer_state.json")
 
 
 def newest_whole(output_dir: str | Path) -> Path | None:
@@ -95,13 +96,26 @@ def _lacking(folder: Path) -> str | None:
 
 
 def _damaged_state(folder: Path) -> str | None:
+    """A sentence on the first file besides the weights that cannot be read."""
     path = folder / "trainer_state.json"
     try:
         TrainerState.load_from_json(str(path))
-    # Of JSON, of its encoding, and of fields that are missing or strange.
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{path} is damaged: {error}"
+        read_object(path, dict.fromkeys(("global_step", "max_steps", "train_batch_size"), int))
+        for path in folder.glob("config.json"):
+            read_json(path)
+        for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth"))):
+            _check_archive(path)
+    # Of JSON, of its encoding, of fields that are missing or strange, and of archives.
+    except (ValueError, TypeError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        return str(error) if str(path) in str(error) else f"{path} is damaged: {error}"
     return None
+
+
+def _check_archive(path: Path) -> None:
+    """ValueError or BadZipFile unless a file of torch.save has the checksums that it holds."""
+    with zipfile.ZipFile(path) as archive:
+        if (name := archive.testzip()) is not None:
+            raise ValueError(f"its part {name} does not match its checksum")
 
 
 def describe_fresh_parts(folder: Path) -> str | None:
@@ -130,7 +144,7 @@ def check_best(folder: Path) -> None:
 
 def best_of(checkpoint: Path) -> Path | None:
     """The best checkpoint so far as one knows it, wherever their folder is now."""
-    best = read_json(checkpoint / "trainer_state.json")["best_model_checkpoint"]
+    best = read_object(checkpoint / "trainer_state.json").get("best_model_checkpoint")
     return None if best is None else checkpoint.parent / Path(best).name
 
 

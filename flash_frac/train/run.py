@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -126,6 +127,10 @@ def _train(trainer: FracTrainer, resume: Path | None, output_dir: Path) -> Path:
             best = trainer.state.best_model_checkpoint
             checkpoints.rotate(output_dir, args.save_total_limit, best)
         trainer.load_best()
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{resume} is refused: a file of torch in it is damaged or holds code, which is not run"
+        ) from error
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
     if wanted and trainer.state.global_step not in seen:

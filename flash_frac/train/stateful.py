@@ -72,7 +72,7 @@ class CarriedStates:
             self.windows = cache.windows_after.detach()
 
     def save(self, path: Path) -> None:
-        """Write all of it; nothing if there is nothing yet."""
+        """Write all of it; an empty file if there is nothing yet."""
         tensors = {}
         for n, state in self.states.items():
             tensors |= {f"{n}.recurrent": state.recurrent, f"{n}.conv": state.conv}
@@ -80,12 +80,16 @@ class CarriedStates:
             tensors |= {"real": self.windows.real, "seen": self.windows.seen}
             for n, (keys, values) in self.windows.layers.items():
                 tensors |= {f"{n}.keys": keys, f"{n}.values": values}
-        if tensors:
-            save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
 
     def load(self, path: Path, device: torch.device) -> None:
-        """Read what `save` has written, or begin without states if it wrote nothing."""
-        tensors = load_file(path, device=str(device)) if path.exists() else {}
+        """Read what `save` has written; ValueError that names the file if it is missing."""
+        if not path.exists():
+            raise ValueError(
+                f"{path} is missing: the checkpoint is incomplete, or trained without stateful; "
+                "set stateful to false, or begin with its weights alone by model_name_or_path"
+            )
+        tensors = load_file(path, device=str(device))
 
         def pairs(one: str, other: str) -> dict[int, tuple[Tensor, Tensor]]:
             numbers = [name.split(".")[0] for name in tensors if name.endswith(f".{one}")]

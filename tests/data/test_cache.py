@@ -249,7 +249,8 @@ def test_a_full_disk(arguments, tmp_path):
     assert process.exitcode == 0 and not answers.empty()
     message = answers.get()
     assert message.startswith(f"cache_dir: cannot write tokens to {tmp_path / 'cache'} (")
-    assert "File too large" in message and "set cache_dir to another folder" in message
+    assert "File too large; it needs more than" in message and "are free on that disk" in message
+    assert "set cache_dir to another folder" in message
     assert os.listdir(tmp_path / "cache") == []
 
 

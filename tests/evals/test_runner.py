@@ -6,9 +6,11 @@ import math
 
 import datasets
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flash_frac.cli import app
+from flash_frac.data import byte_tokenizer
 from flash_frac.evals import harness, runner
 from flash_frac.evals.examples import read_rows
 from flash_frac.evals.language_model import FracLM
@@ -16,7 +18,8 @@ from flash_frac.evals.long_perplexity import window_starts
 from flash_frac.evals.report import compare
 from flash_frac.evals.runner import Settings, evaluate, model_name, suite_names, whole_numbers
 from flash_frac.evals.suites import SUITES
-from tests.evals.known import SAMPLES
+from tests.commands import frac
+from tests.evals.known import SAMPLES, tiny_frac
 
 TASKS = ("piqa", "winogrande", "openbookqa")
 
@@ -126,6 +129,23 @@ def test_a_result_that_is_not_finite_is_null(checkpoint, tmp_path, monkeypatch):
         assert unit["results"]["not_finite"] == ["acc,none", "ppl,none"]
     table = (tmp_path / "results.md").read_text()
     assert "| – |" in table and "NaN or inf in piqa: acc,none, ppl,none" in table
+
+
+@pytest.mark.parametrize(("suite", "task"), [("lm", "wikitext"), ("longppl", "pg19")])
+def test_a_perplexity_beyond_all_numbers(tmp_path, suite, task):
+    """As a flipped bit in an exponent gives it: one line, and no result."""
+    model = tiny_frac()
+    with torch.no_grad():
+        model.model.norm.weight *= 1e6
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    length = ("--lengths", "64") if suite == "longppl" else ()
+    out = tmp_path / "out"
+    chosen = ("--suite", suite, "--tasks", task, "--data-dir", SAMPLES, "--limit", 1, *length)
+    done = frac("eval", tmp_path / "model", *chosen, "--out", out)
+    assert done.returncode == 1
+    assert f"frac: {suite}/{task}" in done.stderr and "weights are damaged" in done.stderr
+    assert not list(out.rglob(f"{task}*"))
 
 
 def test_suites_that_read_files_fetch_them_first(checkpoint, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -193,17 +194,37 @@ def test_responses(url, checkpoint):
 def test_a_client_that_leaves_frees_its_slot(url, checkpoint):
     if not is_ours(checkpoint):
         pytest.skip("transformers' server has no metrics")
-    host, port = url.removeprefix("http://").split(":")
     for stream in (True, False):
-        body = json.dumps({"prompt": "Once", "max_tokens": 3000, "stream": stream}).encode()
-        with socket.create_connection((host, int(port))) as gone:
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            gone.sendall(head.encode() + body)
+        with asking(url, {"prompt": "Once", "max_tokens": 3000, "stream": stream}):
             until(lambda: metric(url, "frac_requests_running") == 1)
         until(lambda: metric(url, "frac_requests_running") == 0)
     assert metric(url, 'frac_requests_total{reason="cancelled"}') == 2
+
+
+def test_a_client_that_leaves_holds_nobody_up(url, checkpoint):
+    """Where one answer follows another, the next begins at once."""
+    if "sequential" not in str(checkpoint):
+        pytest.skip("the engine's metrics show it, and transformers batches what it is asked")
+    began = time.monotonic()
+    for stream in (True, False):
+        # An hour of tokens.
+        with asking(url, {"prompt": "Once", "max_tokens": 5_000_000, "stream": stream}):
+            time.sleep(1)
+        answer = post(f"{url}/v1/completions", {"prompt": "Once upon", "max_tokens": 20})
+        assert answer["choices"][0]["text"] == expected(checkpoint, "Once upon", 20)
+    assert time.monotonic() - began < 30
+
+
+@contextmanager
+def asking(url, fields):
+    """A client that has asked for a completion, and leaves at the end of the block."""
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps(fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(head.encode() + body)
+        yield
 
 
 def metric(url, name):

@@ -87,14 +87,15 @@ def start(*arguments, environment=None, file_size=resource.RLIM_INFINITY):
     return process
 
 
-def start_together(count, *arguments):
-    """Begin `frac train` in several processes, as torchrun would."""
+def start_together(count, *arguments, only=None):
+    """Begin `frac train` in several processes, as torchrun would; or in one of them alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = ({"RANK": rank, "LOCAL_RANK": rank} for rank in range(count))
+    numbers = range(count) if only is None else [only]
+    ranks = ({"RANK": rank, "LOCAL_RANK": rank} for rank in numbers)
     return [start(*arguments, environment={**world, **rank}) for rank in ranks]
 
 

@@ -3,12 +3,14 @@
 import shutil
 
 import pytest
+import torch
 
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 from flash_frac.train import FracTrainer, load_recipe, train
 from flash_frac.train.checkpoint import checkpoints, consolidate
 from flash_frac.train.resuming import newest_whole
 from tests.commands import frac
+from tests.test_remote_code import Code
 from tests.train.runs import assert_same_weights, losses, weights
 
 STATEFUL = {"separate_documents": True, "stateful": True}
@@ -27,6 +29,10 @@ def flip(path):
 
 def cut(path):
     path.write_bytes(path.read_bytes()[:-9])
+
+
+def empty(path):
+    path.write_text("{}")
 
 
 DAMAGES = [
@@ -108,6 +114,39 @@ def test_checkpoints_of_earlier_versions(stopped):
     delete(last / "optimizer.pt")
     done = frac(*asked)
     assert done.returncode == 1 and f"{last}/optimizer* is missing" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (delete, "carried_0.safetensors"),
+        (delete, "rng_state.pth"),
+        (cut, "scheduler.pt"),
+        (flip, "optimizer.pt"),
+        (cut, "rng_state.pth"),
+        (cut, "config.json"),
+        (empty, "trainer_state.json"),
+        (cut, "trainer_state.json"),
+    ],
+)
+def test_damage_is_named_without_a_manifest(stopped, damage, name):
+    path, run = stopped
+    last = run / "checkpoint-6"
+    delete(last / MANIFEST)
+    damage(last / name)
+    done = frac("train", path, "--max_steps", 7, "--resume_from_checkpoint", last)
+    assert done.returncode == 1 and done.stderr.count("\n") <= 1, done.stderr
+    assert str(last / name).replace(".pth", "") in done.stderr, done.stderr
+
+
+def test_code_in_an_optimizer_is_not_run(stopped, tmp_path):
+    path, run = stopped
+    last, mark = run / "checkpoint-6", tmp_path / "the code has run"
+    torch.save({"code": Code(mark)}, last / "optimizer.pt")
+    write_manifest(last)
+    done = frac("train", path, "--max_steps", 7)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not mark.exists()
+    assert f"{last} is refused: a file of torch in it" in done.stderr
 
 
 def test_a_trainer_of_ones_own_verifies_too(stopped):

@@ -51,6 +51,7 @@ def test_damaged_records_are_named(run):
     state.write_text(whole)
     done = frac("train", recipe, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
     assert done.returncode == 0, done.stderr
+    assert f"{log} line {lines.count(chr(10)) + 1} is cut off and left out" in done.stdout
 
 
 def test_a_log_that_changed_is_named(run):

@@ -38,6 +38,16 @@ def test_a_lost_rank_is_named(write_recipe, tmp_path, lost, how):
             process.join()
 
 
+def test_a_rank_that_never_begins(write_recipe):
+    (process,) = start_together(2, write_recipe(), "--ddp_timeout", TIMEOUT, only=0)
+    process.join(90)
+    said, status = process.output.read_text(), process.exitcode
+    process.kill()
+    assert status == 1, said
+    words = f"rank 0 waited in vain for all 2 processes to begin (ddp_timeout is {TIMEOUT} s)"
+    assert words in said and "Traceback" not in said
+
+
 def test_a_timeout_must_be_positive(write_recipe):
     with pytest.raises(ValueError, match="ddp_timeout must be above 0, got 0"):
         load_recipe(write_recipe(ddp_timeout=0))

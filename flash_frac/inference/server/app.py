@@ -21,6 +21,7 @@ from starlette.routing import Route
 from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request
 from flash_frac.inference.server.answers import Answer, Answers
 from flash_frac.inference.server.bodies import BODIES, Token, Usage, error_fields, event
+from flash_frac.inference.server.leaving import wait_until_gone
 from flash_frac.inference.server.metrics import Metrics
 from flash_frac.inference.server.prompts import Defaults, make_request, read_prompt
 from flash_frac.inference.server.requests import is_callers_mistake, request_problem, unanswerable
@@ -172,7 +173,7 @@ class _Reply(Response):
         try:
             asked = service.answers.ask(self.request)
             async with asked as answer:
-                gone = asyncio.ensure_future(_wait_until_gone(receive))
+                gone = asyncio.ensure_future(wait_until_gone(receive))
                 gone.add_done_callback(answer.leave)
                 try:
                     await (self._stream if self.streams else self._whole)(answer, send)
@@ -238,8 +239,3 @@ class _Reply(Response):
             Token(decode([id]), value, [(decode([other]), x) for other, x in others])
             for id, value, others in zip(ids, values, top, strict=True)
         ]
-
-
-async def _wait_until_gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -2,9 +2,10 @@
 
 It has what our own server leaves out: quantised weights, calls of tools as fields of an answer.
 
-Two of its parts are replaced. Models are loaded by `flash_frac.models.loading`, which refuses
+Three of its parts are replaced. Models are loaded by `flash_frac.models.loading`, which refuses
 broken checkpoints. Requests are checked: a client's mistake is answered with a status of 4xx and
-{"error": {"message": ..., "type": "invalid_request_error", "code": 4xx}}.
+{"error": {"message": ..., "type": "invalid_request_error", "code": 4xx}}. An answer whose client
+has left is not computed to its end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import typer
 
 from flash_frac.extras import require
+from flash_frac.inference.server.leaving import NoticeLeaving, stop_when_gone
 from flash_frac.inference.server.requests import INPUTS, is_callers_mistake, request_problem
 from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, load_model, one_line
 
@@ -67,7 +69,7 @@ def serve_sequentially(
     for module in ("fastapi", "uvicorn", "openai"):
         require(module, "serve", "frac serve --sequential")
     from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager, server
+    from transformers.cli.serving import model_manager, server, utils
 
     name, _, revision = checkpoint.partition("@")
     trusted = "--trust-remote-code" in options
@@ -77,7 +79,9 @@ def serve_sequentially(
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(Serve)
     manager = _manager_of(model_manager.ModelManager, found, tokenizer)
+    generating = utils.GenerateManager
     with (
+        patch.object(generating, "async_submit", stop_when_gone(generating.async_submit)),
         # Serve imports both when it is called.
         patch.object(model_manager, "ModelManager", manager),
         patch.object(server, "build_server", _checked(server.build_server, tokenizer)),
@@ -147,6 +151,7 @@ def _checked(build_server: Callable[..., Any], tokenizer: Any) -> Callable[..., 
         app = build_server(*given, **named)
         for kind in (StarletteException, RequestValidationError, Exception):
             app.add_exception_handler(kind, _answer)
+        app.add_middleware(NoticeLeaving)
         return app
 
     return build
