@@ -69,6 +69,12 @@ def exp(x):
 
 
 @triton.jit
+def power(x, EXACT: tl.constexpr):
+    """exp(x), to the last digit or approximately."""
+    return exp(x) if EXACT else tl.exp(x)
+
+
+@triton.jit
 def expm1(x):
     scale, p = exp_parts(x)
     return scale * p + (scale - 1)

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.arithmetic import exp
+from flash_frac.ops.arithmetic import power
 from flash_frac.ops.scan.plan import locate_chunk
 
 # Integers that differ from call to call: a kernel compiled for each value would be compiled often.
@@ -81,12 +81,6 @@ class Walked(NamedTuple):
 
 
 @triton.jit
-def power(b_x, PRECISION: tl.constexpr):
-    """exp(x): to the last digit for float32, else approximately."""
-    return exp(b_x) if PRECISION == "ieee" else tl.exp(b_x)
-
-
-@triton.jit
 def is_bad(b_x):
     """Whether numbers are inf or NaN."""
     return (tl.abs(b_x.to(tl.float32)) < float("inf")) == 0
@@ -110,7 +104,7 @@ def _load_decay(p_decay, o_row, m_t):
 def _decay_between(b_decay, o_t, PRECISION: tl.constexpr):
     """gamma [C, C], with the later token first; 1 where that is not later."""
     b_steps = tl.where(o_t[:, None] > o_t[None, :], b_decay[:, None], 0.0)
-    return power(tl.cumsum(b_steps, 0), PRECISION)
+    return power(tl.cumsum(b_steps, 0), PRECISION == "ieee")
 
 
 @triton.jit
@@ -178,8 +172,8 @@ def delta_prepare_kernel(
     b_bad_tokens = (b_bad | is_bad(b_beta)).to(tl.int32)
     b_bad_tokens = tl.maximum(b_bad_tokens, tl.max(is_bad(b_k).to(tl.int32), 1))
     b_beta, b_k = finite(b_beta), finite(b_k)
-    b_in = power(tl.cumsum(b_decay, 0), PRECISION)
-    b_out = power(tl.cumsum(b_next, 0, reverse=True), PRECISION)
+    b_in = power(tl.cumsum(b_decay, 0), PRECISION == "ieee")
+    b_out = power(tl.cumsum(b_next, 0, reverse=True), PRECISION == "ieee")
 
     # [C, C]
     b_gamma = _decay_between(b_decay, o_t, PRECISION)
@@ -212,7 +206,7 @@ def delta_prepare_kernel(
         b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
         b_steps = tl.where(o_t[None, :] > o_t[:, None], b_decay[None, :], 0.0)
         b_turned = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-        b_turned *= power(tl.cumsum(b_steps, 1), PRECISION)
+        b_turned *= power(tl.cumsum(b_steps, 1), PRECISION == "ieee")
         b_turned = tl.where(o_t[None, :] >= o_t[:, None], b_turned, 0.0).to(dtype)
         for start in range(0, D, BD):
             o_d = start + tl.arange(0, BD)
@@ -384,7 +378,7 @@ def delta_gradient_kernel(
     b_paths = tl.cumsum(b_paths, 0, reverse=True) + b_write_state[None, :]
     b_ddecay = tl.sum(tl.where(m_later, b_paths, 0.0), 1)
     b_ddecay += tl.cumsum(b_read_state, 0, reverse=True)
-    b_ddecay += power(total, PRECISION) * across
+    b_ddecay += power(total, PRECISION == "ieee") * across
     tl.store(p_gradients.q + i_token * K + o_key, b_dq.to(dtype), mask=m_key)
     tl.store(p_gradients.k + i_token * K + o_key, b_dk.to(dtype), mask=m_key)
     tl.store(p_gradients.beta + o_row, b_dbeta.to(p_gradients.beta.dtype.element_ty), mask=m_t)

@@ -13,16 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.arithmetic import block_size, exp, expm1, log
+from flash_frac.ops.arithmetic import block_size, expm1, log, power
 
 # Elements of a block, and threads for it.
 BLOCK, WARPS = 4096, 8
-
-
-@triton.jit
-def _power(b_x, EXACT: tl.constexpr):
-    """exp(x): to the last digit for float32, else approximately."""
-    return exp(b_x) if EXACT else tl.exp(b_x)
 
 
 @triton.jit
@@ -44,11 +38,11 @@ def cross_entropy_kernel(
         o = start + o_v
         b_x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
         b_new = tl.maximum(b_max, b_x)
-        b_sum = b_sum * _power(b_max - b_new, EXACT) + _power(b_x - b_new, EXACT)
+        b_sum = b_sum * power(b_max - b_new, EXACT) + power(b_x - b_new, EXACT)
         b_max = b_new
     largest = tl.max(b_max, 0)
     # Kept apart from the largest logit, so that a sure token keeps the digits of its small loss.
-    rest = log(tl.sum(b_sum * _power(b_max - largest, EXACT), 0))
+    rest = log(tl.sum(b_sum * power(b_max - largest, EXACT), 0))
     is_inside = (label >= 0) & (label < V)
     at_label = tl.load(p_row + label, mask=is_inside, other=float("nan")).to(tl.float32)
     loss, is_counted = rest - (at_label - largest), label != ignore_index
@@ -61,7 +55,7 @@ def cross_entropy_kernel(
             o = start + o_v
             b_x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
             b_d = tl.where(
-                o == label, expm1(b_at_label), _power(b_x - largest - rest, EXACT) + spoilt
+                o == label, expm1(b_at_label), power(b_x - largest - rest, EXACT) + spoilt
             )
             b_d = tl.where(is_counted, b_d, 0.0)
             tl.store(p_row + o, b_d.to(p_logits.dtype.element_ty), mask=o < V)
