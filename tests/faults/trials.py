@@ -57,7 +57,8 @@ def made(name: str) -> Made:
     expect(end.status == 0, end.said)
     seconds = time.time() - began
     names = names_in(folder)
-    return Made(folder, WRITERS[name].read(material(), folder), names, end.events, seconds)
+    result, _ = _attempt(lambda: WRITERS[name].read(material(), folder))
+    return Made(folder, result, names, end.events, seconds)
 
 
 def names_in(folder: Path) -> set[str]:
@@ -97,7 +98,7 @@ def _go_on(name: str, folder: Path, what: str) -> None:
     writer = WRITERS[name]
     try:
         _attempt(lambda: writer.write(material(), folder))
-        result = writer.read(material(), folder)
+        result, _ = _attempt(lambda: writer.read(material(), folder))
     except (ValueError, OSError) as error:
         raise Lost(f"{name} does not go on, {what}: {error}") from error
     expect(result == made(name).result, f"{name} has another result, {what}")
