@@ -20,6 +20,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from flash_frac.data import DataArguments
+from flash_frac.data.arguments import STREAM_FIELDS
 from flash_frac.models.fields import did_you_mean
 from flash_frac.recipes import MODELS, find_config, find_recipe
 from flash_frac.train.arguments import FracTrainingArguments, ModelArguments
@@ -69,7 +70,8 @@ class Recipe:
 
 # Fields of the recipe that are dropped if the command line gives the one on the left.
 _REPLACES = {
-    "data_files": ("dataset_name", "dataset_config", "streaming"),
+    "data_files": ("dataset_name", "dataset_config", "streaming", *STREAM_FIELDS),
+    "held_out_files": ("held_out_documents",),
     "dataset_name": ("data_files",),
     "config_name": ("model_name_or_path",),
     "model_name_or_path": ("config_name", "config_overrides"),
