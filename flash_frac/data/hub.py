@@ -112,7 +112,7 @@ class HubDocuments:
         dataset = distributed.split_dataset_by_node(self._dataset, part, parts)
         position = position or beginning_of(0)
         if self._shuffle is not None:
-            # Of the shards alone: `dataset.shuffle` goes row by row, 20 times slower.
+            # Of the shards alone: `dataset.shuffle` goes row by row, over ten times slower.
             order = np.random.default_rng([self._shuffle[0], position["epoch"]])
             dataset._ex_iterable = dataset._ex_iterable.shuffle_data_sources(order)
         # A deep copy: a dataset with a state begins there every time, and copies share it.

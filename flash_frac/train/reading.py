@@ -33,10 +33,16 @@ class Reading:
 
     def own_batches(self, loader: DataLoader) -> DataLoader:
         """A loader of accelerate's that gives this rank all batches of its own dataset."""
+        if self.dataset is None or self.args.world_size == 1:
+            return loader
         shard = loader.dataset
-        if self.dataset is not None and isinstance(shard, IterableDatasetShard):
-            # The ranks share the documents already; it would share the sequences once more.
-            shard.num_processes, shard.process_index = 1, 0
+        if not isinstance(shard, IterableDatasetShard):
+            raise ValueError(
+                "accelerator_config gives every rank what the first one reads, which is a part of "
+                "the stream: set its dispatch_batches to false"
+            )
+        # The ranks share the documents already; it would share the sequences once more.
+        shard.num_processes, shard.process_index = 1, 0
         return loader
 
     def note(self, bookmark: Bookmark | None) -> None:

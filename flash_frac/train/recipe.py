@@ -51,6 +51,13 @@ class Recipe:
                 f"sequence_length ({data.sequence_length}) must be a multiple of "
                 f"context_parallel_size ({training.context_parallel_size})"
             )
+        nothing = not (data.held_out or data.held_out_documents or data.held_out_files)
+        if training.eval_strategy != "no" and nothing:
+            field = "held_out_documents" if data.streaming else "held_out"
+            raise ValueError(
+                f"eval_strategy is set, but no text is held out: set {field} or held_out_files, or "
+                "eval_strategy to 'no'"
+            )
         if data.streaming and training.max_steps <= 0:
             raise ValueError("streaming has no end that is known: set max_steps")
         if data.streaming and training.context_parallel_size > 1:

@@ -119,6 +119,15 @@ def test_other_ranks_cannot_read_on(write_stream, tmp_path):
     assert [step for step, _ in losses(folder)] == [1, 2, 3, 4]
 
 
+def test_batches_of_the_first_rank_are_not_dispatched(write_stream):
+    path = write_stream(max_steps=1, accelerator_config={"dispatch_batches": True})
+    for process in start_together(2, path):
+        process.join(120)
+        assert process.exitcode == 1
+        said = process.output.read_text()
+        assert "stream: set its dispatch_batches to false" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_is_exact_with_workers_and_passes(write_stream, tmp_path, monkeypatch, workers):
     """40 steps of two rows of 48 tokens are more than two passes over the documents."""
