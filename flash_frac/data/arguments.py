@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+HELD_OUT = 0.01
+# Fields that only a stream can have.
+STREAM_FIELDS = ("shuffle_buffer", "held_out_documents")
+
 
 @dataclass(kw_only=True)
 class DataArguments:
@@ -26,7 +30,9 @@ class DataArguments:
     )
     held_out_files: list[str] | None = field(
         default=None,
-        metadata={"help": "Files or folders to evaluate on, instead of the share held_out."},
+        metadata={
+            "help": "Files or folders to evaluate on, instead of held_out or held_out_documents."
+        },
     )
     dataset_name: str | None = field(
         default=None, metadata={"help": "A dataset of the Hugging Face hub, or a folder of one."}
@@ -38,6 +44,13 @@ class DataArguments:
     streaming: bool = field(
         default=False,
         metadata={"help": "Read dataset_name while training, without a copy on the disk."},
+    )
+    shuffle_buffer: int | None = field(
+        default=None,
+        metadata={
+            "help": "Read a stream's shards in random order, and shuffle this many documents at a "
+            "time; by default it is read in the order of its source."
+        },
     )
     text_field: str = field(
         default="text", metadata={"help": "The field of .jsonl, .parquet and hub rows to read."}
@@ -60,9 +73,19 @@ class DataArguments:
         default=False,
         metadata={"help": "Reset the memory at each document, instead of letting it flow on."},
     )
-    held_out: float = field(
-        default=0.01,
-        metadata={"help": "Share of the documents kept for evaluation; without held_out_files."},
+    held_out: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the documents kept for evaluation, without held_out_files and "
+            f"streaming; by default {HELD_OUT}."
+        },
+    )
+    held_out_documents: int | None = field(
+        default=None,
+        metadata={
+            "help": "Documents at the beginning of a stream that are kept for evaluation; by "
+            "default none."
+        },
     )
     cache_dir: str | None = field(
         default=None,
@@ -78,6 +101,9 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         self._check_sources()
+        self._check_stream()
+        if self.held_out is None:
+            self.held_out = 0.0 if self.streaming else HELD_OUT
         self._check_numbers()
         if not self.text_field:
             raise ValueError("text_field must name a field, got ''; the usual one is 'text'")
@@ -109,6 +135,25 @@ class DataArguments:
                         f"{name} is for a hub dataset, but data_files was given: leave {name} out, "
                         "or give dataset_name"
                     )
+
+    def _check_stream(self) -> None:
+        if self.streaming and self.held_out:
+            raise ValueError(
+                f"held_out is a share ({self.held_out}), which only a whole stream shows: set "
+                "held_out_documents to keep its first N documents, or name held_out_files"
+            )
+        for name in STREAM_FIELDS:
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name} must be a whole number, 0 for none, got {number!r}")
+            if number and not self.streaming:
+                raise ValueError(f"{name} is for a stream: set streaming to true, or {name} to 0")
+        if self.held_out_documents and self.held_out_files is not None:
+            raise ValueError(
+                "held_out_documents and held_out_files exclude each other: leave one of them out"
+            )
 
     def _check_numbers(self) -> None:
         # A recipe's "1e-2" is text to a YAML reader, and a comparison would fail without a name.

@@ -76,7 +76,7 @@ def prepare(
     else:
         source = _hub(arguments)
     if arguments.held_out_files is None:
-        return maker.make(source, seed=seed, share=arguments.held_out)
+        return maker.make(source, seed=seed, share=arguments.held_out or 0.0)
     held_out = _files(arguments.held_out_files, "held_out_files", arguments.text_field, progress)
     for fact in held_out.facts:
         if any(fact["hash"] == other["hash"] for other in source.facts):

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
+import numpy as np
+
 from flash_frac.data.sources import check_text
 from flash_frac.extras import require
 
@@ -15,13 +17,19 @@ BATCH_ROWS = 256
 class Position(TypedDict):
     """Where a stream of documents was, as JSON can hold it.
 
-    `state` is that of the dataset before a batch of rows, None at the beginning; `skip` of these
-    rows were read, and `row` of all rows.
+    `state` is that of the dataset before a batch of rows, None at the beginning of pass `epoch`;
+    `row` rows of the pass came before the batch, and `skip` rows of the batch were read.
     """
 
+    epoch: int
     state: dict[str, Any] | None
-    skip: int
     row: int
+    skip: int
+
+
+def beginning_of(epoch: int) -> Position:
+    """Where a pass over a stream begins; the first is pass 0."""
+    return {"epoch": epoch, "state": None, "row": 0, "skip": 0}
 
 
 class HubDocuments:
@@ -48,11 +56,13 @@ class HubDocuments:
     ) -> None:
         self.name = name
         self.text_field = text_field
+        self.streaming = streaming
         self._dataset = _load(name, config, split, streaming)
         # A stream may not know its columns; then they are checked at its first row.
         self._check_column(self._dataset.column_names)
         self.num_rows: int | None = None if streaming else self._dataset.num_rows
         self._fingerprint: str | None = None if streaming else self._dataset._fingerprint
+        self._shuffle: tuple[int, int] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -63,35 +73,79 @@ class HubDocuments:
             )
         return self._fingerprint
 
-    def __iter__(self) -> Iterator[str]:
-        return (text for _, text in self.read())
+    @property
+    def num_shards(self) -> int:
+        """The files of a stream, or what else it can be divided into without being read."""
+        return self._dataset.num_shards
 
-    def read(self, position: Position | None = None) -> Iterator[tuple[Position | None, str]]:
-        """The texts behind a position of a stream, each with the position behind it.
+    def shuffled(self, seed: int, buffer: int) -> HubDocuments:
+        """A stream with its shards in random order, and so the documents in every `buffer`.
 
-        Where `streaming` is off there are no positions: they are None.
+        Each pass has another order. The buffer of `datasets` is lost when a run is interrupted;
+        these documents come in the same order from any position.
 
-        Example: `next(documents.read(position))`
+        Example: `HubDocuments("user/books", streaming=True).shuffled(seed=0, buffer=10_000)`
         """
-        dataset, state, skip, row = self._dataset, None, 0, 0
-        if position is not None:
-            state, skip, row = position["state"], position["skip"], position["row"]
-            # A deep copy: a dataset with a state begins there every time, and copies share it.
-            dataset = copy.deepcopy(dataset)
-            if state is not None:
-                dataset.load_state_dict(state)
-        # By batches, which are never divided among dataloader workers: whoever wants a part of
-        # the documents takes it himself.
-        for batch in dataset.iter(batch_size=BATCH_ROWS):
+        shuffled = copy.copy(self)
+        shuffled._shuffle = (seed, buffer)
+        return shuffled
+
+    def __iter__(self) -> Iterator[str]:
+        if self.streaming:
+            return (text for _, text in self.read())
+        return (text for _, text in self._texts(self._dataset, "", beginning_of(0)))
+
+    def read(
+        self, position: Position | None = None, *, part: int = 0, parts: int = 1
+    ) -> Iterator[tuple[Position, str]]:
+        """The texts of one of `parts` of a stream, each with the position behind it.
+
+        No document is in two parts. They are divided by shards if that comes out even; if not,
+        part k takes the rows k, k + parts, ... and reads all others.
+
+        Args:
+            position: where to read on to the end of its pass, from an earlier read of this part.
+
+        Example: `next(documents.read(position, part=3, parts=16))`
+        """
+        distributed = require("datasets.distributed", "train", "dataset_name")
+        dataset = distributed.split_dataset_by_node(self._dataset, part, parts)
+        position = position or beginning_of(0)
+        if self._shuffle is not None:
+            # Of the shards alone: `dataset.shuffle` goes row by row, over ten times slower.
+            order = np.random.default_rng([self._shuffle[0], position["epoch"]])
+            dataset._ex_iterable = dataset._ex_iterable.shuffle_data_sources(order)
+        # A deep copy: a dataset with a state begins there every time, and copies share it.
+        dataset = copy.deepcopy(dataset)
+        if position["state"] is not None:
+            dataset.load_state_dict(position["state"])
+        where = f" of part {part + 1} of {parts}" if parts > 1 else ""
+        return self._texts(dataset, where, position, part)
+
+    def _texts(
+        self, dataset: Any, where: str, position: Position, part: int = 0
+    ) -> Iterator[tuple[Position, str]]:
+        epoch, state = position["epoch"], position["state"]
+        row, skip = position["row"], position["skip"]
+        # By batches, which are never divided among dataloader workers, as rows would be.
+        for batch in dataset.iter(batch_size=self._shuffle[1] if self._shuffle else BATCH_ROWS):
             self._check_column(list(batch))
-            for number, value in enumerate(batch[self.text_field][skip:], skip + 1):
-                row += 1
-                where = f"dataset_name {self.name!r}, row {row}"
-                text = check_text(value, where, self.text_field)
+            values = batch[self.text_field]
+            order = self._order(len(values), epoch, part, row)
+            for number in range(skip, len(values)):
+                index = order[number]
+                source = f"dataset_name {self.name!r}, row {row + index + 1}{where}"
+                text = check_text(values[index], source, self.text_field)
                 if text and not text.isspace():
-                    here: Position = {"state": state, "skip": number, "row": row}
-                    yield (here if self.num_rows is None else None), text
-            state, skip = (dataset.state_dict() if self.num_rows is None else None), 0
+                    yield {"epoch": epoch, "state": state, "row": row, "skip": number + 1}, text
+            row, skip = row + len(values), 0
+            state = dataset.state_dict() if self.streaming else None
+
+    def _order(self, size: int, epoch: int, part: int, row: int) -> Any:
+        """The order of a batch, which depends on nothing that came before it."""
+        if self._shuffle is None:
+            return range(size)
+        return np.random.default_rng([self._shuffle[0], epoch, part, row]).permutation(size)
 
     def _check_column(self, names: list[str] | None) -> None:
         if names is not None and self.text_field not in names:

@@ -27,6 +27,8 @@ from flash_frac.data.store import TokenStore
 
 IGNORED = -100
 Item = dict[str, Any]
+# In place of each item that a resumed run was trained on: it is skipped, and need not be read.
+SKIPPED: Item = {}
 
 
 def make_item(tokens: np.ndarray, starts: np.ndarray, *, sequence_length: int) -> Item:
@@ -197,8 +199,8 @@ class Collator:
       that begins with the row therefore leaves an empty sequence there: a value twice in
       `cu_seqlens`. `first_sequence` (b,) int64 gives the number of each row's first sequence.
 
-    `labels` equals `shift_labels`: they are shifted already. The `bookmark` of the first item, if
-    it comes from a stream, is handed on.
+    `labels` equals `shift_labels`: they are shifted already. The `bookmark` of the last item, if
+    it comes from a stream, is handed on. A batch of `SKIPPED` items is empty.
 
     Args:
         separate: whether documents are kept apart.
@@ -228,6 +230,8 @@ class Collator:
         self.shard = (rank, count)
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
+        if items[0] == SKIPPED:
+            return {}
         input_ids = torch.stack([_tensor(item["input_ids"]) for item in items])
         labels = torch.stack([_tensor(item["shift_labels"]) for item in items])
         self._check_shape(*input_ids.shape)
@@ -243,8 +247,7 @@ class Collator:
         low = rank * width
         input_ids = input_ids[:, low : low + width].contiguous()
         labels = labels[:, low : low + width].contiguous()
-        # Of the first item: all items before it are in this batch or an earlier one, of any worker.
-        extra = {k: v for k, v in items[0].items() if k == "bookmark"}
+        extra = {k: v for k, v in items[-1].items() if k == "bookmark"}
         if not self.separate:
             return _batch(input_ids, labels) | extra
         starts = [row[(row >= low) & (row < low + width)] - low for row in starts]

@@ -1,79 +1,69 @@
-"""Sequences from a stream of documents, tokenised while they are read, without a store."""
+"""Sequences from a stream of documents, tokenised while they are read, without a store.
+
+Documents are divided among readers: with n ranks and m dataloader workers each, worker w of rank r
+is reader r m + w of n m. Each one tokenises its own documents only, and packs them by themselves.
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from flash_frac.data.arguments import DataArguments
 from flash_frac.data.cache import prepare_held_out
-from flash_frac.data.encoding import Encoder, is_held_out
-from flash_frac.data.hub import HubDocuments, Position
-from flash_frac.data.packing import Item, PackedDataset, check_length, make_item
-from flash_frac.files import read_object
+from flash_frac.data.encoding import Encoder
+from flash_frac.data.hub import HubDocuments, Position, beginning_of
+from flash_frac.data.packing import SKIPPED, Item, PackedDataset, check_length, make_item
 
+logger = logging.get_logger(__name__)
 # Little text at a time, so that the first item does not wait for megabytes of download.
 BATCH_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Bookmark:
-    """A point between two documents of a stream, from which it can be read on.
+    """The end of an item: where its reader goes on.
 
     Attributes:
-        item: the number of items that begin before it and are complete.
-        tokens: read, but in none of these items.
-        starts: where documents begin among them, and at last where they end.
-        position: of the documents, see `HubDocuments.read`.
+        worker: the dataloader worker that reads; 0 without workers.
+        items: how many it has given.
+        position: before the document that the next item begins in, see `HubDocuments.read`.
+        offset: tokens of this document that are in items already.
     """
 
-    item: int
-    tokens: np.ndarray
-    starts: list[int]
+    worker: int
+    items: int
     position: Position
-
-    def to_json(self) -> str:
-        """For a file, which `read` takes."""
-        return json.dumps({**vars(self), "tokens": self.tokens.tolist()})
-
-    @classmethod
-    def read(cls, path: Path) -> Bookmark:
-        """From a file with what `to_json` gave; ValueError that names it if it is damaged."""
-        kinds = {"item": int, "tokens": list, "starts": list}
-        content = read_object(path, kinds)
-        try:
-            return cls(**{**content, "tokens": np.array(content["tokens"], np.int64)})
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+    offset: int
 
 
 class StreamingDataset(IterableDataset[Item]):
     """The items of `PackedDataset`, from documents as they come, in their order.
 
-    With n dataloader workers, worker w yields items w, w + n, ...: the items are the same for any
-    number of workers, and none comes twice. Each worker reads and tokenises the whole stream.
     Items of a hub stream have a `bookmark`, from which `resume` reads on.
 
-    Several processes with `Collator(separate=True)` need accelerate's `dispatch_batches=False`:
-    dispatching would cut one process's batch, which is a single row, into parts for the others.
+    Several processes need accelerate's `dispatch_batches=False`: each reads its own batches.
 
     Args:
         documents: can be iterated over again, and gives the same texts each time.
         tokenizer: with an eos token.
         sequence_length: T.
-        seed, held_out: of the held-out split, as for `prepare`.
-        part: "train" leaves the held-out documents out, "held_out" reads only those.
         keep_tail: as for `PackedDataset`.
+        rank, ranks: this process and how many there are; each reads its part of the documents.
+        left_out: texts that are not read, nor are others that equal one of them.
+        endless: begin again at the end of the documents, with the last item's rest before them.
 
-    Example: `StreamingDataset(HubDocuments("user/books", streaming=True), tokenizer, 1024, seed=0)`
+    Example: `StreamingDataset(HubDocuments("user/books", streaming=True), tokenizer, 1024)`
     """
 
     def __init__(
@@ -82,108 +72,147 @@ class StreamingDataset(IterableDataset[Item]):
         tokenizer: PreTrainedTokenizerBase,
         sequence_length: int,
         *,
-        seed: int,
-        held_out: float = 0.0,
-        part: str = "train",
         keep_tail: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        left_out: Iterable[str] = (),
+        endless: bool = False,
     ) -> None:
         check_length(sequence_length)
-        if part not in ("train", "held_out"):
-            raise ValueError(f"part must be 'train' or 'held_out', got {part!r}")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank must be in [0, ranks), got rank {rank} and ranks {ranks}")
         self.documents = documents
         self.sequence_length = sequence_length
-        self.seed = seed
-        self.held_out = held_out
-        self.part = part
         self.keep_tail = keep_tail
+        self.rank, self.ranks = rank, ranks
+        self.endless = endless
+        self._left_out = frozenset(map(_digest, left_out))
         self._encoder = Encoder(tokenizer)
-        self._bookmark: Bookmark | None = None
-        self._first_items = 0
+        self._bookmarks: Mapping[int, Bookmark] = {}
 
-    def resume(self, bookmark: Bookmark, first_items: int) -> None:
-        """Let the next iteration read on from a bookmark, with placeholders for what came before.
+    def resume(self, bookmarks: Iterable[Bookmark]) -> None:
+        """Read on behind the last items of all workers; `SKIPPED` stands for each item before.
 
-        Trainer skips as many items as it has trained on. All it may look at again are the
-        `first_items` of a batch of all processes, which fill up the last batch of a stream.
+        A loader that skips what was trained on therefore reads nothing of it.
         """
-        self._bookmark, self._first_items = bookmark, first_items
-
-    def restart(self) -> None:
-        """Let the next iteration begin at the beginning."""
-        self._bookmark = None
+        self._bookmarks = {mark.worker: mark for mark in bookmarks}
 
     def __iter__(self) -> Iterator[Item]:
-        worker, mark = get_worker_info(), self._bookmark
-        items = self._items(None) if mark is None else self._resumed(mark)
-        if worker is None:
-            return items
-        # The copy of a worker that stays for the next epoch.
-        self.restart()
-        return islice(items, worker.id, None, worker.num_workers)
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        reader = _Reader(self, worker, self.rank * workers + worker, self.ranks * workers)
+        if reader.part == 0:
+            _warn_of_reading_all(self.documents, self.ranks, workers)
+        mark = self._bookmarks.get(worker)
+        yield from repeat(SKIPPED, mark.items if mark else 0)
+        yield from reader.items(mark)
 
-    def _resumed(self, mark: Bookmark) -> Iterator[Item]:
-        first = min(self._first_items, mark.item)
-        yield from islice(self._items(None), first)
-        empty = np.zeros(1, np.int64)
-        yield from repeat(
-            make_item(empty, empty, sequence_length=self.sequence_length), mark.item - first
-        )
-        yield from self._items(mark)
 
-    def _documents(self, mark: Bookmark | None) -> Iterator[tuple[Position | None, str]]:
-        if isinstance(self.documents, HubDocuments):
-            return self.documents.read(mark and mark.position)
-        return ((None, text) for text in self.documents)
+@dataclass(frozen=True)
+class _Reader:
+    """One of `parts` readers of a dataset's documents."""
 
-    def _items(self, mark: Bookmark | None) -> Iterator[Item]:
-        length, documents = self.sequence_length, self._documents(mark)
-        # Of the documents that the encoder has taken and not yet given back.
+    dataset: StreamingDataset
+    worker: int
+    part: int
+    parts: int
+
+    def items(self, mark: Bookmark | None) -> Iterator[Item]:
+        dataset, length = self.dataset, self.dataset.sequence_length
+        # The positions behind the documents that the encoder has taken and not yet given back.
         positions: deque[Position | None] = deque()
-
-        def wanted() -> Iterator[tuple[bool, str]]:
-            for position, text in documents:
-                held = is_held_out(text, seed=self.seed, share=self.held_out)
-                if held == (self.part == "held_out"):
-                    positions.append(position)
-                    yield held, text
-
-        item = mark.item if mark else 0
-        buffer = [mark.tokens if mark else np.zeros(0, np.int64)]
-        starts, size = list(mark.starts) if mark else [0], len(buffer[0])
-        for _, ids, ends in self._encoder.encode_documents(
-            wanted(), batch_characters=BATCH_CHARACTERS
+        count, skip = (mark.items, mark.offset) if mark else (0, 0)
+        buffer, size = [np.zeros(0, np.int64)], 0
+        # Where documents begin in the buffer (the first perhaps before it), and how to get there.
+        starts, places = [-skip], [mark.position if mark else self._beginning()]
+        for _, ids, ends in dataset._encoder.encode_documents(
+            self._wanted(places[0], positions), batch_characters=BATCH_CHARACTERS
         ):
-            buffer.append(ids.astype(np.int64))
-            size += len(ids)
+            buffer.append(ids[skip:].astype(np.int64))
+            size, skip = size + len(buffer[-1]), max(skip - len(ids), 0)
             if ends:
                 starts.append(size)
-            position = positions.popleft() if ends else None
+                places.append(positions.popleft())
             # One token more than an item: the label of its last.
             if size > length:
-                tokens, where = np.concatenate(buffer), np.array(starts)
+                tokens = np.concatenate(buffer)
+                for start in range(0, size - length, length):
+                    count += 1
+                    yield self._item(tokens, starts, start) | self._mark(
+                        count, starts, places, start + length
+                    )
                 used = (size - 1) // length * length
-                for start in range(0, used, length):
-                    yield self._item(tokens, where, start, mark)
-                item, buffer, size = item + used // length, [tokens[used:]], size - used
-                starts = [start - used for start in starts if start >= used]
-            # One for each new item is enough.
-            if position is not None and self.part == "train" and (not mark or item > mark.item):
-                buffer = [np.concatenate(buffer)]
-                mark = Bookmark(item, buffer[0], list(starts), position)
-        if size == length or (size and self.keep_tail):
+                buffer, size = [tokens[used:]], size - used
+                first = bisect_right(starts, used) - 1
+                starts, places = [start - used for start in starts[first:]], places[first:]
+        if size == length or (size and dataset.keep_tail):
             # The last start is the end of everything, where no document begins.
-            yield self._item(np.concatenate(buffer), np.array(starts[:-1]), 0, mark)
+            yield self._item(np.concatenate(buffer), starts[:-1], 0)
 
-    def _item(
-        self, tokens: np.ndarray, starts: np.ndarray, start: int, mark: Bookmark | None
-    ) -> Item:
-        stop = start + self.sequence_length + 1
-        low, high = np.searchsorted(starts, [start, stop])
-        inside = starts[low:high].astype(np.int64) - start
-        item = make_item(tokens[start:stop], inside, sequence_length=self.sequence_length)
-        if mark is not None:
-            item["bookmark"] = mark
-        return item
+    def _beginning(self) -> Position | None:
+        return beginning_of(0) if self._is_stream() else None
+
+    def _is_stream(self) -> bool:
+        return isinstance(self.dataset.documents, HubDocuments) and self.dataset.documents.streaming
+
+    def _wanted(
+        self, position: Position | None, positions: deque[Position | None]
+    ) -> Iterator[tuple[bool, str]]:
+        """The documents of this part from a position on; `positions` gets those behind them."""
+        # A pass that has begun may have nothing left.
+        found = position is not None and position != beginning_of(position["epoch"])
+        while True:
+            for behind, text in self._read(position):
+                if self.dataset._left_out and _digest(text) in self.dataset._left_out:
+                    continue
+                found = True
+                positions.append(behind)
+                yield False, text
+            if not self.dataset.endless:
+                return
+            if not found:
+                raise ValueError(
+                    f"reader {self.part + 1} of {self.parts} has no document to train on: start "
+                    "fewer ranks or dataloader workers, or hold out fewer documents"
+                )
+            position, found = position and beginning_of(position["epoch"] + 1), False
+
+    def _read(self, position: Position | None) -> Iterator[tuple[Position | None, str]]:
+        documents = self.dataset.documents
+        if self._is_stream():
+            assert isinstance(documents, HubDocuments)
+            return documents.read(position, part=self.part, parts=self.parts)
+        return ((None, text) for text in islice(documents, self.part, None, self.parts))
+
+    def _item(self, tokens: np.ndarray, starts: Sequence[int], start: int) -> Item:
+        length = self.dataset.sequence_length
+        stop = start + length + 1
+        inside = np.array([x - start for x in starts if start <= x < stop], np.int64)
+        return make_item(tokens[start:stop], inside, sequence_length=length)
+
+    def _mark(
+        self, count: int, starts: Sequence[int], places: Sequence[Position | None], end: int
+    ) -> dict[str, Any]:
+        """The bookmark at a token of the buffer, for an item that ends there."""
+        number = bisect_right(starts, end) - 1
+        position = places[number]
+        if position is None:
+            return {}
+        return {"bookmark": Bookmark(self.worker, count, position, end - starts[number])}
+
+
+def _warn_of_reading_all(documents: Iterable[str], ranks: int, workers: int) -> None:
+    parts = ranks * workers
+    if isinstance(documents, HubDocuments) and documents.streaming and documents.num_shards % parts:
+        logger.warning(
+            f"dataset_name {documents.name!r} has {documents.num_shards} shards, which {ranks} "
+            f"ranks x {workers} dataloader workers do not divide: each of these {parts} reads "
+            "every document, and tokenises its own only."
+        )
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -191,7 +220,7 @@ class Streams:
     """The datasets to train and to evaluate on; no `held_out` where none was asked for."""
 
     train: StreamingDataset
-    held_out: StreamingDataset | PackedDataset | None
+    held_out: list[Item] | PackedDataset | None
 
 
 def stream(
@@ -199,12 +228,19 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
+    rank: int = 0,
+    ranks: int = 1,
     progress: bool = True,
 ) -> Streams:
     """The datasets of a run with `streaming`; `prepare` is for all others.
 
-    The held-out documents of a stream are found by reading it to its end, at each evaluation;
-    `held_out_files` are tokenised once and are quick.
+    The first `held_out_documents` of the source, and all that equal one of them, are not trained
+    on. Training never ends: each pass over the documents is followed by another.
+
+    Args:
+        seed: of the order, with `shuffle_buffer`.
+        rank, ranks: this process, and how many share the documents.
+        progress: whether to show a bar while `held_out_files` are tokenised.
 
     Example: `stream(DataArguments(dataset_name="user/books", streaming=True), tokenizer, seed=0)`
     """
@@ -217,15 +253,26 @@ def stream(
         streaming=True,
         text_field=arguments.text_field,
     )
-    length, share = arguments.sequence_length, arguments.held_out
+    length, held_out = arguments.sequence_length, None
+    left_out = _first_documents(documents, arguments.held_out_documents or 0)
     if arguments.held_out_files is not None:
         store = prepare_held_out(arguments, tokenizer, progress=progress)
-        train = StreamingDataset(documents, tokenizer, length, seed=seed)
-        return Streams(train, PackedDataset(store, length, keep_tail=True))
-    train = StreamingDataset(documents, tokenizer, length, seed=seed, held_out=share)
-    if share == 0:
-        return Streams(train, None)
-    held_out = StreamingDataset(
-        documents, tokenizer, length, seed=seed, held_out=share, part="held_out", keep_tail=True
+        held_out = PackedDataset(store, length, keep_tail=True)
+    elif left_out:
+        held_out = list(StreamingDataset(left_out, tokenizer, length, keep_tail=True))
+    if arguments.shuffle_buffer:
+        documents = documents.shuffled(seed, arguments.shuffle_buffer)
+    train = StreamingDataset(
+        documents, tokenizer, length, rank=rank, ranks=ranks, left_out=left_out, endless=True
     )
     return Streams(train, held_out)
+
+
+def _first_documents(documents: HubDocuments, count: int) -> list[str]:
+    texts = list(islice(documents, count))
+    if len(texts) < count:
+        raise ValueError(
+            f"held_out_documents is {count}, but dataset_name {documents.name!r} has only "
+            f"{len(texts)} documents: hold out fewer, or name held_out_files"
+        )
+    return texts

@@ -45,10 +45,12 @@ class CountingCollator:
         self.collator, self.window = collator, window
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
-        seen = Seen()
+        batch, seen = self.collator(items), Seen()
+        if not batch:
+            return batch
         for item in items:
             seen += self._seen(item)
-        return self.collator(items) | {"seen": seen}
+        return batch | {"seen": seen}
 
     def _seen(self, item: Item) -> Seen:
         length, before = len(item["input_ids"]), 0

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from flash_frac.data import StreamingDataset
 from flash_frac.train.checkpoint import last_checkpoint
 from flash_frac.train.parallel import on_main
 from flash_frac.train.resuming import best_of, check_best, describe_fresh_parts
@@ -50,12 +49,6 @@ class Course(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.order is not None:
             self.trainer.order.set_epoch(math.floor((state.epoch or 0) + 1e-6))
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if isinstance(self.trainer.train_dataset, StreamingDataset):
-            # Trainer counts all passes over a stream as one, which a bookmark does not.
-            self.trainer.train_dataset.restart()
-            self.trainer.keeps_bookmarks = False
 
 
 def describe_resuming(trainer: FracTrainer) -> str:

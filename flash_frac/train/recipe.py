@@ -20,6 +20,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from flash_frac.data import DataArguments
+from flash_frac.data.arguments import STREAM_FIELDS
 from flash_frac.models.fields import did_you_mean
 from flash_frac.recipes import MODELS, find_config, find_recipe
 from flash_frac.train.arguments import FracTrainingArguments, ModelArguments
@@ -50,6 +51,13 @@ class Recipe:
                 f"sequence_length ({data.sequence_length}) must be a multiple of "
                 f"context_parallel_size ({training.context_parallel_size})"
             )
+        nothing = not (data.held_out or data.held_out_documents or data.held_out_files)
+        if training.eval_strategy != "no" and nothing:
+            field = "held_out_documents" if data.streaming else "held_out"
+            raise ValueError(
+                f"eval_strategy is set, but no text is held out: set {field} or held_out_files, or "
+                "eval_strategy to 'no'"
+            )
         if data.streaming and training.max_steps <= 0:
             raise ValueError("streaming has no end that is known: set max_steps")
         if data.streaming and training.context_parallel_size > 1:
@@ -69,7 +77,8 @@ class Recipe:
 
 # Fields of the recipe that are dropped if the command line gives the one on the left.
 _REPLACES = {
-    "data_files": ("dataset_name", "dataset_config", "streaming"),
+    "data_files": ("dataset_name", "dataset_config", "streaming", *STREAM_FIELDS),
+    "held_out_files": ("held_out_documents",),
     "dataset_name": ("data_files",),
     "config_name": ("model_name_or_path",),
     "model_name_or_path": ("config_name", "config_overrides"),

@@ -12,16 +12,12 @@ import zipfile
 from pathlib import Path
 
 from transformers import TrainerState
-from transformers.utils import logging
 
-from flash_frac.data import Bookmark, StreamingDataset
 from flash_frac.files import read_json, read_object, sync
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
 from flash_frac.train.checkpoint import checkpoints
 
-logger = logging.get_logger(__name__)
-STREAM_NAME = "stream.json"
 # Trainer takes another step without a word where one of these is missing; an optimizer of FSDP
 # has a folder, and several processes have a rng_state each.
 _STATE = ("optimizer*", "scheduler.pt", "rng_state*", "trainer_state.json")
@@ -146,13 +142,3 @@ def best_of(checkpoint: Path) -> Path | None:
     """The best checkpoint so far as one knows it, wherever their folder is now."""
     best = read_object(checkpoint / "trainer_state.json").get("best_model_checkpoint")
     return None if best is None else checkpoint.parent / Path(best).name
-
-
-def resume_stream(dataset: StreamingDataset, folder: Path, together: int) -> None:
-    """Read on where the stream of a checkpoint stopped; `together` rows are read at a time."""
-    if (folder / STREAM_NAME).exists():
-        dataset.resume(Bookmark.read(folder / STREAM_NAME), together)
-    else:
-        logger.warning(
-            f"{folder} has no {STREAM_NAME}: the stream is read again from its beginning."
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections import Counter
 from contextlib import ExitStack
@@ -39,8 +38,6 @@ from flash_frac.train.resuming import check_asked, newest_whole
 from flash_frac.train.trainer import FracTrainer
 
 RUN_NAME = "run.json"
-# Held-out sequences to evaluate on where text is streamed, which may have no end.
-STREAMED_HELD_OUT = 128
 # Settings that decide which sequences a step sees, and those that make the model: a run goes on
 # with the same ones only. Trainer changes use_cache, which is of no consequence here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -174,11 +171,15 @@ def build_data(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any, Any]:
     data, args = recipe.data, recipe.training
     length = data.sequence_length
     if data.streaming:
-        streams = stream(data, tokenizer, seed=args.seed)
-        held_out: Any = streams.held_out
-        if held_out is not None and not hasattr(held_out, "__len__"):
-            held_out = list(itertools.islice(held_out, STREAMED_HELD_OUT))
-        return streams, streams.train, held_out
+        streams = stream(
+            data,
+            tokenizer,
+            seed=args.seed,
+            rank=args.process_index,
+            ranks=args.world_size,
+            progress=not args.disable_tqdm,
+        )
+        return streams, streams.train, streams.held_out
     splits = prepare(data, tokenizer, seed=args.seed, progress=not args.disable_tqdm)
     held_out = splits.held_out and PackedDataset(splits.held_out, length, keep_tail=True)
     if not data.stateful:
@@ -256,6 +257,9 @@ def _order(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     args = recipe.training
     fixed = {name: getattr(args, name) for name in _FIXED}
     parallel = {"processes": args.world_size, "context_parallel_size": args.context_parallel_size}
+    if recipe.data.streaming:
+        # Every checkpoint has it beside the position in the stream, and cannot do without.
+        del parallel["processes"]
     start = {"model_name_or_path": recipe.model.model_name_or_path}
     return {**start, **data, **fixed, **parallel}
 

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from flash_frac.data import Collator, StreamingDataset
-from flash_frac.files import process_name, write_text
+from flash_frac.data import Collator
+from flash_frac.files import process_name
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train import resuming
 from flash_frac.train.context import CountingCollator, Seen
@@ -44,6 +44,7 @@ from flash_frac.train.monitor import (
 )
 from flash_frac.train.nonfinite import NotFiniteError, first_not_finite
 from flash_frac.train.parallel import context_group, on_main
+from flash_frac.train.reading import Reading
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.sampler import EpochOrder, EvalShard
 from flash_frac.train.stateful import CarriedStates
@@ -85,6 +86,7 @@ class FracTrainer(Trainer):
             processing_class=tokenizer,
         )
         model.set_context_group(self.context_group)
+        self.reading = Reading(train_dataset, args)
         if (smoother := self.label_smoother) is not None:
             # Trainer would have it shift labels, which `Collator` has shifted already.
             self.label_smoother = lambda *args, shift_labels=False, **kwargs: smoother(
@@ -105,7 +107,6 @@ class FracTrainer(Trainer):
         self._writer = on_main(args, process_name)
         self.resumed_from: Path | None = None
         self._last_inputs: dict[str, Any] = {}
-        self.keeps_bookmarks, self._bookmark = True, None
         self._tokens, self._since, self._paused = 0, time.perf_counter(), 0.0
         # Of the batches since the last log, and of the last batch.
         self._seen, self._last_seen = Seen(), Seen()
@@ -126,6 +127,9 @@ class FracTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_parameters(model)
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.reading.own_batches(super().get_train_dataloader())
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -160,8 +164,7 @@ class FracTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        bookmark = inputs.pop("bookmark", None)
-        self._bookmark = bookmark if self.keeps_bookmarks else None
+        self.reading.note(inputs.pop("bookmark", None))
         self._last_seen = inputs.pop("seen")
         self._seen += self._last_seen
         # A copy, because a carried state is put into the dictionary, and would live on in it.
@@ -331,10 +334,7 @@ class FracTrainer(Trainer):
         """Take up carried states and the position of a stream from a checkpoint."""
         if self.carried is not None:
             self.carried.load(folder / self._carried_name(), self.args.device)
-        if isinstance(self.train_dataset, StreamingDataset):
-            together = self.args.train_batch_size * self.args.world_size
-            together *= max(self.args.dataloader_num_workers, 1)
-            resuming.resume_stream(self.train_dataset, folder, together)
+        self.reading.load(folder)
 
     def _carried_name(self) -> str:
         return f"carried_{self.args.process_index}.safetensors"
@@ -368,8 +368,7 @@ class FracTrainer(Trainer):
                 self.carried.save(draft / self._carried_name())
             if self.args.should_save:
                 write_log_sum(self._output_dir, draft)
-            if self._bookmark is not None and self.args.process_index == 0:
-                write_text(draft / resuming.STREAM_NAME, self._bookmark.to_json())
+            self.reading.save(draft)
             if self.state.best_model_checkpoint:
                 # All processes load it at the end.
                 best = Path(self.state.best_model_checkpoint).name

@@ -7,6 +7,7 @@ from flash_frac.data import DataArguments
 
 FILES = {"data_files": ["a.txt"]}
 HUB = {"dataset_name": "user/books"}
+STREAM = HUB | {"streaming": True}
 
 
 def test_command_line():
@@ -25,6 +26,7 @@ def test_defaults():
     arguments = DataArguments(data_files=["nowhere.txt"])
     assert (arguments.tokenizer, arguments.sequence_length) == ("bytes", 1024)
     assert (arguments.held_out, arguments.text_field) == (0.01, "text")
+    assert DataArguments(**STREAM).held_out == 0
     assert not (arguments.streaming or arguments.separate_documents or arguments.stateful)
 
 
@@ -51,6 +53,15 @@ def test_defaults():
         (
             HUB | {"stateful": True, "separate_documents": True, "streaming": True},
             "stateful .*cannot be used with streaming",
+        ),
+        (STREAM | {"held_out": 0.1}, r"held_out is a share \(0\.1\).*set held_out_documents"),
+        (FILES | {"held_out_documents": 8}, "held_out_documents is for a stream: set streaming"),
+        (HUB | {"shuffle_buffer": 8}, "shuffle_buffer is for a stream.*or shuffle_buffer to 0"),
+        (STREAM | {"shuffle_buffer": -1}, "shuffle_buffer must be a whole number.*got -1"),
+        (STREAM | {"held_out_documents": 0.1}, r"held_out_documents must be a whole.*got 0\.1"),
+        (
+            STREAM | {"held_out_documents": 8, "held_out_files": ["a"]},
+            "held_out_documents and held_out_files exclude each other",
         ),
     ],
 )

@@ -3,29 +3,31 @@
 import json
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
+from unittest import mock
 
 import datasets
+import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
 
 from flash_frac.data import (
-    Bookmark,
     Collator,
     DataArguments,
     Encoder,
     HubDocuments,
-    PackedDataset,
     StreamingDataset,
     byte_tokenizer,
     is_held_out,
     prepare,
     stream,
+    streaming,
 )
+from flash_frac.data.hub import beginning_of
+from flash_frac.data.packing import SKIPPED
 from tests.data.test_cache import read
 from tests.data.test_streaming import same_items
 
@@ -34,6 +36,8 @@ TEXTS = [f"row {i} é" for i in range(300)]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
+    # A small stream without end would be read many times for one call of the tokenizer.
+    monkeypatch.setattr(streaming, "BATCH_CHARACTERS", 100)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     datasets.disable_progress_bars()
 
@@ -64,12 +68,39 @@ def test_fingerprint(name):
         _ = HubDocuments(name, streaming=True).fingerprint
 
 
-def test_workers_repeat_and_miss_nothing(name):
-    """The package would divide its files among workers by itself, and we once more."""
-    dataset = StreamingDataset(HubDocuments(name, streaming=True), byte_tokenizer(), 50, seed=0)
-    alone = sorted(item["input_ids"].tolist() for item in dataset)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    assert sorted(item["input_ids"].tolist() for item in loader) == alone
+def shuffled(name, seed=1):
+    return HubDocuments(name, streaming=True).shuffled(seed=seed, buffer=20)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 3])
+@pytest.mark.parametrize("make", [lambda name: HubDocuments(name, streaming=True), shuffled])
+def test_parts_have_each_document_once(name, parts, make):
+    """By shards where these come out even, and else by rows."""
+    documents = make(name)
+    read = [[text for _, text in documents.read(part=k, parts=parts)] for k in range(parts)]
+    assert sorted(chain.from_iterable(read)) == sorted(TEXTS)
+    assert max(map(len, read)) - min(map(len, read)) <= 4
+
+
+def test_a_shuffled_stream_has_another_order_in_each_pass(name):
+    documents = shuffled(name)
+    first, second = ([text for _, text in documents.read(beginning_of(k))] for k in range(2))
+    assert len({*map(tuple, (TEXTS, first, second))}) == 3 and sorted(second) == sorted(TEXTS)
+    assert first == list(documents) == list(shuffled(name))
+    # The files come in random order, and so do the documents of each buffer.
+    begins = {next(iter(shuffled(name, seed))) in TEXTS[:150] for seed in range(8)}
+    assert begins == {False, True} and first[:20] != sorted(first[:20], key=TEXTS.index)
+
+
+@pytest.mark.parametrize("make", [lambda name: HubDocuments(name, streaming=True), shuffled])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_part_is_read_on_from_any_position(name, make, parts):
+    whole = list(make(name).read(beginning_of(1), part=parts - 1, parts=parts))
+    for k in range(0, len(whole), 17):
+        position = json.loads(json.dumps(whole[k][0]))
+        again = make(name).read(position, part=parts - 1, parts=parts)
+        # The state of a dataset can be told in several ways.
+        assert [text for _, text in again] == [text for _, text in whole[k + 1 :]]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -80,69 +111,65 @@ def test_wrong_column(name, streaming):
         list(HubDocuments(name, streaming=streaming, text_field="n"))
 
 
-def make_stream(name):
-    return StreamingDataset(
-        HubDocuments(name, streaming=True), byte_tokenizer(), 20, seed=0, held_out=0.1
-    )
-
-
-def saved(bookmark):
-    """As a checkpoint gives it back."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stream.json"
-        path.write_text(bookmark.to_json())
-        return Bookmark.read(path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"item": 1, "tokens": ["a"], "starts": []}'])
-def test_a_damaged_bookmark_is_named(tmp_path, content):
-    path = tmp_path / "stream.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"stream\.json (is|must)"):
-        Bookmark.read(path)
+def make_stream(name, **options):
+    documents = HubDocuments(name, streaming=True).shuffled(seed=0, buffer=32)
+    left_out = [TEXTS[0], TEXTS[200]]
+    return StreamingDataset(documents, byte_tokenizer(), 20, left_out=left_out, **options)
 
 
 def test_a_stream_is_read_on_from_a_bookmark(name, monkeypatch):
-    monkeypatch.setattr("flash_frac.data.streaming.BATCH_CHARACTERS", 1)
-    whole = list(make_stream(name))
+    """Nothing but the document that a bookmark is in is tokenised again."""
+    whole = list(islice(make_stream(name, endless=True), 400))
     encode, read = Encoder.encode, []
     monkeypatch.setattr(Encoder, "encode", lambda self, x: [read.extend(x), encode(self, x)][1])
-    for k in (2, 9, len(whole) // 2, len(whole) - 1):
-        mark = saved(whole[k]["bookmark"])
-        assert mark.item <= k < mark.item + 5
-        resumed = make_stream(name)
-        resumed.resume(mark, 2)
+    documents = [text for epoch in range(3) for text in pass_over(name, epoch)]
+    for k in (0, 1, 9, 150, 399 - 20):
+        mark = whole[k]["bookmark"]
+        assert (mark.worker, mark.items) == (0, k + 1)
+        resumed = make_stream(name, endless=True)
+        resumed.resume([mark])
         read.clear()
-        items = list(resumed)
-        same_items(items[:2] + items[k:], whole[:2] + whole[k:])
-        same_items(resumed, items)
-        # Beside the first two items, nothing before the bookmark is tokenised again.
-        assert not set(read) & set(TEXTS[10 : mark.position["row"] - 1])
-        resumed.restart()
-        same_items(resumed, whole)
+        items = list(islice(resumed, k + 1 + 20))
+        assert items[: k + 1] == [SKIPPED] * (k + 1)
+        same_items(items[k + 1 :], whole[k + 1 : k + 21])
+        # As many characters and ends of documents as there are tokens before.
+        sizes = np.cumsum([len(text.encode()) + 1 for text in documents])
+        current = int(np.searchsorted(sizes, 20 * (k + 1), side="right"))
+        assert read[:50] == documents[current : current + len(read)][:50]
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (0, 2), (2, 3)])
-def test_any_number_of_readers_resumes_exactly(name, workers, processes):
-    """The first process saves the bookmark of its last batch, and all go on from it."""
+def pass_over(name, epoch):
+    texts = make_stream(name).documents.read(beginning_of(epoch))
+    return [text for _, text in texts if text not in (TEXTS[0], TEXTS[200])]
 
-    def loader(rank, mark=None):
-        dataset = make_stream(name)
-        if mark is not None:
-            dataset.resume(mark, 3 * processes * max(workers, 1))
-        shard = IterableDatasetShard(dataset, 3, num_processes=processes, process_index=rank)
-        return DataLoader(shard, 3, num_workers=workers, collate_fn=Collator(True))
 
-    whole = [list(loader(rank)) for rank in range(processes)]
-    for trained in (2, 5, len(whole[0]) - 1):
-        mark = saved(whole[0][trained - 1]["bookmark"])
-        for rank in range(processes):
-            again = list(loader(rank, mark))
-            assert len(again) == len(whole[rank])
-            for a, b in zip(again[trained:], whole[rank][trained:], strict=True):
-                assert torch.equal(a["input_ids"], b["input_ids"])
-                assert torch.equal(a["labels"], b["labels"])
-                assert torch.equal(a["cu_seqlens"], b["cu_seqlens"])
+@pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (2, 1), (0, 2), (2, 3)])
+def test_readers_resume_exactly(name, workers, ranks):
+    """Each rank keeps the last bookmark of each of its workers."""
+
+    def loader(rank, marks=()):
+        dataset = make_stream(name, rank=rank, ranks=ranks, endless=True)
+        dataset.resume(marks)
+        batches = DataLoader(dataset, 3, num_workers=workers, collate_fn=Collator(True))
+        return list(islice(batches, 9))
+
+    for rank in range(ranks):
+        whole = loader(rank)
+        for trained in (1, 4):
+            marks = [batch["bookmark"] for batch in whole[:trained]][-max(workers, 1) :]
+            again = loader(rank, marks)
+            assert again[:trained] == [{}] * trained
+            for a, b in zip(again[trained:], whole[trained:], strict=True):
+                assert all(torch.equal(a[x], b[x]) for x in ("input_ids", "labels", "cu_seqlens"))
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, False), (2, False), (3, True)])
+def test_reading_everything_is_said(name, ranks, said):
+    with mock.patch.object(streaming.logger, "warning") as warning:
+        for rank in range(ranks):
+            next(iter(make_stream(name, rank=rank, ranks=ranks)))
+    text = "has 2 shards, which 3 ranks x 1 dataloader workers do not divide"
+    assert [text in str(call) for call in warning.mock_calls] == [True] * said
 
 
 def test_what_cannot_be_loaded(name, tmp_path):
@@ -162,14 +189,27 @@ def test_prepare(name, tmp_path, monkeypatch):
     assert again.train.folder == splits.train.folder
 
 
-def test_stream_equals_prepare(name, tmp_path):
+def test_the_first_documents_of_a_stream_are_held_out(name):
+    """And what equals one of them is not trained on, wherever it is."""
+    with open(Path(name) / "part1.jsonl", "a") as file:
+        file.write(json.dumps({"text": TEXTS[3], "n": 1}) + "\n")
     arguments = DataArguments(
-        dataset_name=name, held_out=0.1, cache_dir=str(tmp_path / "cache"), sequence_length=50
+        dataset_name=name, streaming=True, held_out_documents=40, sequence_length=50
     )
-    splits = prepare(arguments, byte_tokenizer(), seed=0, progress=False)
-    streams = stream(replace(arguments, streaming=True), byte_tokenizer(), seed=0)
-    same_items(streams.train, PackedDataset(splits.train, 50))
-    same_items(streams.held_out, PackedDataset(splits.held_out, 50, keep_tail=True))
+    streams = stream(arguments, byte_tokenizer(), seed=0)
+    held_out = StreamingDataset(TEXTS[:40], byte_tokenizer(), 50, keep_tail=True)
+    same_items(streams.held_out, list(held_out))
+    whole = list(StreamingDataset(TEXTS[40:], byte_tokenizer(), 50))
+    same_items(islice(streams.train, len(whole) - 1), whole[:-1])
+    apart = replace(arguments, shuffle_buffer=50)
+    streams = [stream(apart, byte_tokenizer(), seed=0, rank=k, ranks=2) for k in range(2)]
+    assert all(len(x.held_out) == len(streams[0].held_out) for x in streams)
+    too_many = replace(arguments, held_out_documents=302)
+    with pytest.raises(ValueError, match=r"held_out_documents is 302, but .* has only 301 doc"):
+        stream(too_many, byte_tokenizer(), seed=0)
+    all_of_them = stream(replace(arguments, held_out_documents=300), byte_tokenizer(), seed=0)
+    with pytest.raises(ValueError, match="reader 1 of 1 has no document to train on"):
+        next(iter(all_of_them.train))
 
 
 def test_stream_with_files_held_out(name, tmp_path):
@@ -182,10 +222,10 @@ def test_stream_with_files_held_out(name, tmp_path):
         sequence_length=4,
     )
     streams = stream(arguments, byte_tokenizer(), seed=0, progress=False)
-    whole = StreamingDataset(TEXTS, byte_tokenizer(), 4, seed=0)
-    same_items(streams.train, list(whole))
+    whole = list(StreamingDataset(TEXTS, byte_tokenizer(), 4))
+    same_items(islice(streams.train, len(whole)), whole)
     assert len(streams.held_out) == 2
-    without = replace(arguments, held_out_files=None, held_out=0.0)
+    without = replace(arguments, held_out_files=None)
     assert stream(without, byte_tokenizer(), seed=0).held_out is None
     with pytest.raises(ValueError, match="stream needs streaming set to true"):
         stream(replace(arguments, streaming=False), byte_tokenizer(), seed=0)

@@ -73,21 +73,21 @@ def make_recipe(folder, text, cache, **changes):
     return path
 
 
-def start(*arguments, environment=None, file_size=resource.RLIM_INFINITY):
+def start(*arguments, environment=None, file_size=resource.RLIM_INFINITY, before=None):
     """Begin `frac train ARGUMENTS` on one thread; what it prints goes to the file process.output.
 
-    No file that it writes can be larger than `file_size` bytes.
+    No file that it writes can be larger than `file_size` bytes. The process calls `before` first.
     """
     file, output = tempfile.mkstemp()
     os.close(file)
-    arguments = (list(map(str, arguments)), environment or {}, file_size, output)
+    arguments = (list(map(str, arguments)), environment or {}, file_size, output, before)
     process = CONTEXT.Process(target=_train, args=arguments)
     process.output = Path(output)
     process.start()
     return process
 
 
-def start_together(count, *arguments, only=None):
+def start_together(count, *arguments, only=None, before=None):
     """Begin `frac train` in several processes, as torchrun would; or in one of them alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -96,7 +96,7 @@ def start_together(count, *arguments, only=None):
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     numbers = range(count) if only is None else [only]
     ranks = ({"RANK": rank, "LOCAL_RANK": rank} for rank in numbers)
-    return [start(*arguments, environment={**world, **rank}) for rank in ranks]
+    return [start(*arguments, environment={**world, **rank}, before=before) for rank in ranks]
 
 
 def finish(process, timeout=300):
@@ -107,13 +107,15 @@ def finish(process, timeout=300):
     assert status == 0, text
 
 
-def _train(arguments, environment, file_size, output):
+def _train(arguments, environment, file_size, output, before):
     file = open(output, "w", buffering=1)  # noqa: SIM115
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     os.environ.update({name: str(value) for name, value in environment.items()})
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.RLIM_INFINITY))
     torch.set_num_threads(1)
+    if before is not None:
+        before()
     sys.argv = ["frac", "train", *arguments]
     from flash_frac.cli import main
 

@@ -56,9 +56,12 @@ def test_a_switch_with_a_value(write_recipe, monkeypatch, typed):
 
 
 def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
-    path = write_recipe(dataset_name="someone/books", streaming=True, data_files=None)
+    stream = {"streaming": True, "shuffle_buffer": 9, "held_out_documents": 9, "held_out": None}
+    path = write_recipe(dataset_name="someone/books", data_files=None, **stream)
     recipe = load_recipe(path, ["--data_files", "a", "b"])
     assert recipe.data.data_files == ["a", "b"] and recipe.data.dataset_name is None
+    recipe = load_recipe(path, ["--held_out_files", "a"])
+    assert recipe.data.held_out_documents is None and recipe.data.shuffle_buffer == 9
     recipe = load_recipe(path, ["--model-name-or-path=x"])
     assert recipe.model.model_name_or_path == "x" and recipe.model.config_name is None
 
@@ -121,9 +124,15 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
         ),
         (
             {"streaming": True, "dataset_name": "x", "data_files": None, "max_steps": -1},
-            [],
+            ["--held_out=0", "--held_out_documents=9"],
             "set max_steps",
         ),
+        (
+            {"streaming": True, "dataset_name": "x", "data_files": None, "held_out": 0.0},
+            [],
+            "eval_strategy is set, but no text is held out: set held_out_documents or held_out_f",
+        ),
+        ({"held_out": 0.0}, [], "no text is held out: set held_out or held_out_files"),
     ],
 )
 def test_what_cannot_be_is_said_and_nothing_is_made(

@@ -325,6 +325,7 @@ def test_recipes_of_mixed_models(name, more, layers, text_folder, cache_folder, 
         "memory_law_steps": 3,
         "gradient_accumulation_steps": 1,
         "optim": "adamw_torch",
+        "dataloader_num_workers": 0,
     }
     done = frac("train", name, "--use_cpu", *(f"--{key}={value}" for key, value in values.items()))
     assert done.returncode == 0, done.stderr
