@@ -61,7 +61,7 @@ def test_a_flipped_byte_is_found(folder, name):
 
 def test_a_file_of_another_size_is_found(folder):
     (folder / "shards" / "0.distcp").write_bytes(b"sha")
-    with pytest.raises(ManifestError, match=r"0.distcp is damaged: it has 3 bytes and had 5"):
+    with pytest.raises(ManifestError, match=r"0.distcp is damaged: it has 3 bytes, 5 in"):
         check_manifest(folder)
 
 
