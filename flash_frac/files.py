@@ -162,6 +162,8 @@ def is_unwritten(error: Exception, folder: Path) -> bool:
     It comes from Python or another library. An error of another file, as one that is read
     meanwhile, or of a connection is none.
     """
+    if isinstance(error, WriteError):
+        return True
     if isinstance(error, ConnectionError | TimeoutError):
         return False
     if not isinstance(error, OSError):

@@ -89,7 +89,7 @@ def whole(
             publish(draft, Path(output_dir))
     except Exception as error:
         # tokenizers has no class of its own for a disk that is full.
-        if not is_unwritten(error, drafts):
+        if not is_unwritten(error, Path(output_dir)):
             raise
         last = last_checkpoint(output_dir)
         # The best guess is another one; of the first, only what was written until now is known.

@@ -35,6 +35,7 @@ STEPS = 8
 STATEFUL = {"separate_documents": True, "stateful": True}
 BEST = {"load_best_model_at_end": True, "eval_steps": 2, "save_total_limit": 2}
 STREAMING = {"data_files": None, "streaming": True, "sequence_length": 256}
+STREAMING |= {"held_out": 0.0, "held_out_documents": 4}
 RECIPES = {
     "plain": {"gradient_accumulation_steps": 2},
     "stateful": STATEFUL,

@@ -2,7 +2,9 @@
 
 import os
 
-from flash_frac.files import process_name
+import pytest
+
+from flash_frac.files import WriteError, process_name
 from flash_frac.train import checkpoint
 from tests.disks import watched
 
@@ -99,3 +101,16 @@ def test_drafts_of_two_processes_do_not_meet(tmp_path):
         assert draft != other
         (draft / "weights").touch()
     assert other.is_dir() and (tmp_path / "checkpoint-4" / "weights").exists()
+
+
+def test_a_manifest_that_cannot_be_written_leaves_no_draft(tmp_path, monkeypatch):
+    def fail(folder):
+        raise WriteError(f"{folder} could not be written: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    with (
+        pytest.raises(checkpoint.CheckpointError, match="No space left on device"),
+        drafting(tmp_path, "final") as draft,
+    ):
+        (draft / "config.json").touch()
+    assert not list(tmp_path.iterdir())
