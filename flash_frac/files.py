@@ -202,6 +202,7 @@ def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
         yield draft
         put_in_place(draft, path, durable=durable)
     except Exception as error:
+        # Libraries have other classes for a full disk; all other errors pass.
         if isinstance(error, WriteError) or not is_unwritten(error, path.parent):
             raise
         raise WriteError(

@@ -46,8 +46,8 @@ class DeltaTuning(NamedTuple):
     backward_programs: int = 0
 
 
-# Hopper with 16-bit inputs, the fastest of ten of an H200 each. Triton 3.6 reads past the shared
-# memory of a product with 16 columns there.
+# Hopper with 16-bit inputs: for each kernel the fastest of eight sets tried on an H200. Triton 3.6
+# reads past the shared memory of a product with 16 columns there.
 HOPPER = DeltaTuning(
     chunk=64,
     narrowest=64,
