@@ -1,7 +1,8 @@
-"""Modules of torch alone: the mixers, their state and their norms, and the MLP after them."""
+"""Layers that need only torch: mixers, their state and norms, and the MLP."""
 
 from flash_frac.layers.base import RecurrentMixer
 from flash_frac.layers.delta import DELTA_TIME_PARAMETERS, DeltaMixer
+from flash_frac.layers.layer import DeltaLayer, FracLayer
 from flash_frac.layers.mixer import TIME_PARAMETERS, FracMixer
 from flash_frac.layers.mlp import GatedMLP, add_mlp
 from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
@@ -12,7 +13,9 @@ __all__ = [
     "DELTA_TIME_PARAMETERS",
     "TIME_PARAMETERS",
     "ConvOutput",
+    "DeltaLayer",
     "DeltaMixer",
+    "FracLayer",
     "FracMixer",
     "GatedMLP",
     "GatedRMSNorm",

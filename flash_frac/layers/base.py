@@ -1,4 +1,4 @@
-"""What the layers with a recurrent state have in common: that state, and the precision of time.
+"""Base class of layers with a recurrent state: the state, and the precision of time tensors.
 
 Letters: B sequences, H heads, M modes.
 """
@@ -15,32 +15,32 @@ from flash_frac.layers.state import MixerState
 
 
 class RecurrentMixer(nn.Module):
-    """A layer whose own tensors carry time: float32 whatever the dtype of the rest.
+    """A layer whose own tensors carry time: they stay float32 whatever the dtype of the rest.
 
-    They are exactly the tensors this module owns itself; the rest belongs to its children.
+    These are exactly the tensors that this module owns directly; all others belong to children.
     """
 
     def initial_time_values(self) -> dict[str, Tensor]:
-        """Fresh values of the tensors that carry time, by name; a layer may be without one."""
+        """New initial values of the tensors that carry time, by name; a layer may lack some."""
         raise NotImplementedError
 
     def empty_state(self, batch_size: int) -> MixerState:
-        """The state of B sequences without tokens: zeros."""
+        """The state of B empty sequences: zeros."""
         raise NotImplementedError
 
     def idle_log_decay(self) -> Tensor:
-        """log_decay of the heads' states for an input of zero: (H, M), or (H, 1) for all alike."""
+        """log_decay of the heads for a zero input: (H, M), or (H, 1) if modes share it."""
         raise NotImplementedError
 
     @torch.no_grad()
     def reset_time(self) -> None:
-        """Draw the tensors that carry time anew."""
+        """Reinitialise the tensors that carry time."""
         for name, value in self.initial_time_values().items():
             if (tensor := getattr(self, name)) is not None:
                 tensor.copy_(value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As in nn.Module, except that no cast takes the tensors that carry time below float32."""
+        """As in nn.Module, but casts keep the tensors that carry time in float32 or wider."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             result = fn(tensor)

@@ -1,4 +1,4 @@
-"""What a FracMixer or DeltaMixer can take; errors name the argument, what came and the remedy."""
+"""Check the inputs of FracMixer and DeltaMixer; errors name the argument, its value and a fix."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def check_inputs(
     cu_seqlens: Tensor | None,
     elapsed: Tensor | None,
 ) -> None:
-    """ValueError unless the arguments of the mixer's `forward` fit the mixer and each other.
+    """Raise a ValueError unless the arguments of `forward` fit the mixer and each other.
 
-    `convolutions` are its convolutions by name; the state has their windows, joined.
+    `convolutions` are its convolutions by name; the state holds their windows, concatenated.
     """
     channels = 0
     for name, conv in convolutions.items():
@@ -41,7 +41,7 @@ def check_inputs(
         raise ValueError(f"x must have shape (B, T, {mixer.hidden_size}), got {tuple(x.shape)}")
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError(
-            "attention_mask and cu_seqlens exclude each other: packed rows need no mask"
+            "attention_mask and cu_seqlens cannot be combined; packed rows need no mask"
         )
     if attention_mask is not None and attention_mask.shape != x.shape[:2]:
         raise ValueError(
@@ -59,15 +59,20 @@ def check_inputs(
         )
     if mixer.context_group is not None and state is not None:
         raise ValueError(
-            "state must be None with a context_group: a slice continues that of the rank "
-            "before; set context_group to None to continue from a state"
+            "state must be None with a context_group: a slice continues that of the previous "
+            "rank; set context_group to None to continue from a state"
         )
     num = x.shape[0] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, x)
     if state is None:
         return
+    if not isinstance(state, MixerState):
+        raise ValueError(
+            "state must be the MixerState that an earlier call returned, got "
+            f"{type(state).__name__}"
+        )
     expected = (num, channels, mixer.conv_kernel - 1)
     if state.conv.shape != expected:
         raise ValueError(
             f"state.conv must have shape {expected}, got {tuple(state.conv.shape)}; "
-            "is the state of another model or batch?"
+            "is the state from another model or batch?"
         )

@@ -1,4 +1,4 @@
-"""The causal convolution as a module, so that hooks on it run: offloading moves weights by them."""
+"""The causal convolution as a module, so that its hooks run: offloading uses them."""
 
 from __future__ import annotations
 

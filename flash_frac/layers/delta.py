@@ -1,4 +1,4 @@
-"""DeltaMixer, a layer that finds values by their keys: Gated DeltaNet (Yang et al., 2024).
+"""DeltaMixer, a layer that looks up values by key: Gated DeltaNet (Yang et al., 2024).
 
     q, k, v   = silu(conv1d(proj(input))), q and k scaled to unit length
     beta      = sigmoid(b_proj(input))
@@ -25,7 +25,15 @@ from flash_frac.layers.base import RecurrentMixer
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import RMSNorm
-from flash_frac.layers.plain import can_join, is_watched, joined_linear, linear, steps_directly
+from flash_frac.layers.plain import (
+    can_join,
+    is_watched,
+    joined_linear,
+    linear,
+    linears,
+    steps_directly,
+)
+from flash_frac.layers.sizes import DELTA_EXPAND, check_sizes, head_sizes
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import causal_conv, delta_scan, delta_step, swiglu
 from flash_frac.ops.backends import MOST_KEYS, MOST_VALUES
@@ -35,14 +43,14 @@ from flash_frac.ops.norm.api import norm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Names of the tensors that carry time: float32 whatever the dtype of the rest.
+# Names of the tensors that carry time; they stay float32 whatever the dtype of the rest.
 DELTA_TIME_PARAMETERS = ("A_log", "dt_bias")
-# Added to squared lengths of queries and keys.
+# Epsilon added to the squared lengths of queries and keys.
 UNIT_EPS = 1e-6
 
 
 class DeltaInputs(NamedTuple):
-    """What a mixer makes of its input before the scan.
+    """Inputs of the scan.
 
     q, k: (B, T, H, K); v: (B, T, H, D); beta, log_decay: (B, T, H); window: (N, 2 H K + H D, taps
     - 1), the last inputs of the convolutions.
@@ -61,20 +69,20 @@ class DeltaMixer(RecurrentMixer):
 
     Args:
         hidden_size: width E of input and output.
-        num_heads: H.
-        head_dim: K, channels of queries and keys.
-        expand_v: D / K; head_dim * expand_v, the channels of values, must be whole.
+        num_heads: H; by default E / 64, fewer in layers wider than 1024.
+        head_dim: K, channels of queries and keys; by default 3 E / (4 H).
+        expand_v: D / K; head_dim * expand_v, the value channels, must be an integer.
         conv_kernel: taps of the convolutions.
-        norm_eps: of the norm of a head's output.
-        initializer_range: standard deviation of the weights of projections and convolutions at the
-            start; None leaves them as torch's own layers begin.
-        backend: of `delta_scan`.
+        norm_eps: epsilon of the norm of a head's output.
+        initializer_range: initial standard deviation of projection and convolution weights; None
+            keeps torch's default initialisation.
+        backend: as in `delta_scan`.
 
     Attributes:
         context_group: as in `FracMixer`.
 
     Example:
-        >>> mixer = DeltaMixer(256, num_heads=4, head_dim=48)
+        >>> mixer = DeltaMixer(256)  # 4 heads of 48 key and 96 value channels
         >>> y, state = mixer(torch.randn(2, 100, 256))
         >>> y, state = mixer(torch.randn(2, 1, 256), state=state)
     """
@@ -86,8 +94,8 @@ class DeltaMixer(RecurrentMixer):
         self,
         hidden_size: int,
         *,
-        num_heads: int,
-        head_dim: int,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
         expand_v: float = 2.0,
         conv_kernel: int = 4,
         norm_eps: float = 1e-5,
@@ -95,15 +103,8 @@ class DeltaMixer(RecurrentMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "head_dim": head_dim,
-            "conv_kernel": conv_kernel,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        num_heads, head_dim = head_sizes(hidden_size, num_heads, head_dim, DELTA_EXPAND)
+        check_sizes(conv_kernel=conv_kernel)
         self.value_dim = round(head_dim * expand_v)
         if self.value_dim < 1 or self.value_dim != head_dim * expand_v:
             raise ValueError(
@@ -132,7 +133,7 @@ class DeltaMixer(RecurrentMixer):
             self.reset_parameters()
 
     def initial_time_values(self) -> dict[str, Tensor]:
-        """Fresh values of the tensors that carry time, by name: rates exp(A_log) uniform in
+        """New initial values of the tensors that carry time, by name: rates exp(A_log) uniform in
         [0, 16], time steps softplus(dt_bias) log-uniform in [1e-3, 0.1]."""
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         rate = 16 * torch.rand(self.num_heads, dtype=dtype)
@@ -143,7 +144,7 @@ class DeltaMixer(RecurrentMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Reinitialise all parameters."""
         for module in self.children():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
@@ -155,7 +156,7 @@ class DeltaMixer(RecurrentMixer):
         self.reset_time()
 
     def empty_state(self, batch_size: int) -> MixerState:
-        """The state of B sequences without tokens: zeros."""
+        """The state of B empty sequences: zeros."""
         weight = self.q_conv1d.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         sizes = (batch_size, self.num_heads, self.head_dim, self.value_dim)
@@ -165,7 +166,7 @@ class DeltaMixer(RecurrentMixer):
 
     @torch.no_grad()
     def idle_log_decay(self) -> Tensor:
-        """log_decay (H, 1) that the heads choose for an input of zero."""
+        """log_decay (H, 1) of the heads for a zero input."""
         return -(self.A_log.exp() * F.softplus(self.dt_bias))[:, None]
 
     def forward(
@@ -181,11 +182,11 @@ class DeltaMixer(RecurrentMixer):
 
         Args:
             x: (B, T, E).
-            state: of the N sequences before the first token; None to begin.
-            attention_mask: (B, T), 0 at padding, anywhere in a row: an identity step.
+            state: the N sequences' state before the first token; None to start.
+            attention_mask: (B, T), 0 at padding, which may be anywhere and leaves the state as is.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1).
             elapsed: (B, T), positive: the time before each token, which multiplies its log_decay;
-                1, the usual time, if None.
+                1 if None.
 
         Returns:
             y (B, T, E), and the state of the N sequences after their last real token.
@@ -219,7 +220,7 @@ class DeltaMixer(RecurrentMixer):
         cu_seqlens: Tensor | None = None,
         elapsed: Tensor | None = None,
     ) -> DeltaInputs:
-        """Projections, convolutions and gates: all that comes before the scan, as in `forward`."""
+        """Projections, convolutions and gates: everything in `forward` before the scan."""
         convolutions = {f"{name}_conv1d": getattr(self, f"{name}_conv1d") for name in "qkv"}
         check_inputs(self, convolutions, x, state, attention_mask, cu_seqlens, elapsed)
         projections = (self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj)
@@ -247,7 +248,7 @@ class DeltaMixer(RecurrentMixer):
         return DeltaInputs(q, k, v, beta, log_decay, window)
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
-        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
+        """Whether `step_in_place` supports x (B, T, E): one token, no gradients, plain layers."""
         linears = (self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         parts = (*linears, *convolutions, self.o_proj)
@@ -266,7 +267,7 @@ class DeltaMixer(RecurrentMixer):
     ) -> Tensor:
         """x + mixer(norm(x)) for one token (B, 1, E); `state` becomes the next state.
 
-        Each weight is read once, and all between convolution and o_proj is one kernel.
+        Each weight is read once, and one kernel does everything between convolution and o_proj.
         """
         from flash_frac.ops.decode.triton import fused_conv_step
         from flash_frac.ops.delta.step import fused_delta_step
@@ -274,7 +275,7 @@ class DeltaMixer(RecurrentMixer):
         hidden = x[:, 0]
         mask = None if attention_mask is None else attention_mask[:, 0]
         projections = (self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj)
-        *qkv, a, b, gate = (linear(hidden, layer, norm) for layer in projections)
+        *qkv, a, b, gate = linears(hidden, projections, norm)
         taps = torch.cat([conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
         u = fused_conv_step(torch.cat(qkv, -1), taps, None, state.conv, mask=mask)
         gated = fused_delta_step(
@@ -289,7 +290,7 @@ class DeltaMixer(RecurrentMixer):
     def _convolve(
         self, qkv: Tensor, sizes: list[int], window: Tensor | None, options: dict
     ) -> tuple[Tensor, Tensor]:
-        """q, k and v, joined, after their convolutions, and the windows of all three."""
+        """q, k and v after their convolutions, concatenated, and the windows of all three."""
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         if can_join(convolutions):
             weight = torch.cat([conv.weight for conv in convolutions])
@@ -305,7 +306,7 @@ class DeltaMixer(RecurrentMixer):
 def _unit(x: Tensor, scale: float = 1.0, *, backend: str) -> Tensor:
     """x scaled to unit length over its last axis, times `scale`, in the dtype of x.
 
-    A vector of unit length has a root mean square of 1 / sqrt(size), so this is a norm.
+    A unit vector has a root mean square of 1 / sqrt(size), so an RMS norm computes this.
     """
     size = x.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)

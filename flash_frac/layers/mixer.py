@@ -1,7 +1,7 @@
 """FracMixer, the layer of the paper's Figure 2: projections, conv, controls, scan, gate, norm.
 
     x, gate = in_proj(input)              dyn = dyn_proj(x): logits of delta, alpha, lam
-    u       = silu(conv1d(x))             rw  = rw_proj(u): logits of read and write
+    u       = silu(conv1d(x))             rw  = rw_proj(u): logits of read and write, normed or not
     y       = scan(u, controls(dyn, rw)) + D u
     output  = out_proj(RMSNorm(y silu(gate)))
 
@@ -18,10 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from flash_frac.layers.base import RecurrentMixer
+from flash_frac.layers.branches import in_branches
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
-from flash_frac.layers.norm import GatedRMSNorm, RMSNorm
-from flash_frac.layers.plain import is_watched, linear, steps_directly
+from flash_frac.layers.norm import GatedRMSNorm, ModeRMSNorm, RMSNorm
+from flash_frac.layers.plain import is_watched, linear, runs_directly
+from flash_frac.layers.sizes import (
+    FRAC_EXPAND,
+    NUM_MODES,
+    READ_INIT,
+    TAU_MAX,
+    TAU_MIN,
+    WRITE_INIT,
+    check_sizes,
+    head_sizes,
+)
 from flash_frac.layers.state import MixerState
 from flash_frac.ops import (
     Controls,
@@ -39,12 +50,12 @@ from flash_frac.ops.control.reference import num_dynamics, split_dynamics
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Names of the tensors that carry time: float32 whatever the dtype of the rest.
+# Names of the tensors that carry time; they stay float32 whatever the dtype of the rest.
 TIME_PARAMETERS = ("base_log_tau", "dt_bias", "read_residual_logit", "write_residual_scale", "D")
 
 
 class MixerInputs(NamedTuple):
-    """What a mixer makes of its input before the scan.
+    """Inputs of the scan and the gate.
 
     u: (B, T, H, D); gate: (B, T, I); controls: (B, T, H, M) each; window: (N, I, K - 1), the last
     inputs of the convolution.
@@ -61,29 +72,31 @@ class FracMixer(RecurrentMixer):
 
     Args:
         hidden_size: width E of input and output.
-        num_heads: H.
-        head_dim: channels D of a head; the inner width is I = H D.
+        num_heads: H; by default E / 64, fewer in layers wider than 1024.
+        head_dim: channels D of a head; by default 2 E / H. The inner width is I = H D.
         num_modes: M, exponential modes of a head.
-        bank: timescales of the modes: "geometric" from tau_min to tau_max, the name of an optimised
-            bank (`flash_frac.theory.bank_names()`), or M increasing numbers.
-        tau_min, tau_max: ends of the geometric bank, and range of learned timescales at the start.
-        learned_timescales: let training move the timescales, which start log-uniform at random.
+        bank: timescales of the modes: "geometric" from tau_min to tau_max, "per_head" for another
+            part of it in each head (`flash_frac.theory.head_banks`), the name of an optimised bank
+            (`flash_frac.theory.bank_names()`), or M increasing numbers.
+        tau_min, tau_max: ends of the geometric banks, and initial range of learned timescales.
+        learned_timescales: train the timescales, from log-uniform random initial values.
         settings: ranges and switches of the controls.
+        rw_norm: norm the logits of reads and writes over the modes of a head (`ModeRMSNorm`).
         conv_kernel: K, taps of the convolution; conv_bias: whether it has a bias.
         use_D: whether there is a direct term D u.
-        read_init: p_read at the start; write_init: sigmoid(p_write) at the start.
-        dt_init: delta at the start, where a token's own part of it is zero; softplus(0) if None.
+        read_init: initial p_read; write_init: initial sigmoid(p_write).
+        dt_init: initial delta of a token that projects to zero; softplus(0) if None.
         gate_bias: constant added to the gate.
-        norm_eps: of the gated norm.
-        initializer_range: standard deviation of the projections' weights at the start.
-        backend: of `frac_scan`.
+        norm_eps: epsilon of all norms.
+        initializer_range: initial standard deviation of the projections' weights.
+        backend: as in `frac_scan`.
 
     Attributes:
-        context_group: the ranks that share each row, this one holding the slice of its rank, as
-            `flash_frac.ops.context_parallel` has it; None (the default) if rows are whole.
+        context_group: the ranks that share each row, of which each holds a slice, see
+            `flash_frac.ops.context_parallel`; None (the default) if rows are whole.
 
     Example:
-        >>> mixer = FracMixer(256, num_heads=4, head_dim=128)
+        >>> mixer = FracMixer(256)  # 4 heads of 128 channels
         >>> y, state = mixer(torch.randn(2, 100, 256))
         >>> y, state = mixer(torch.randn(2, 1, 256), state=state)
     """
@@ -98,19 +111,20 @@ class FracMixer(RecurrentMixer):
         self,
         hidden_size: int,
         *,
-        num_heads: int,
-        head_dim: int,
-        num_modes: int = 16,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_modes: int = NUM_MODES,
         bank: str | Sequence[float] = "geometric",
-        tau_min: float = 1.0,
-        tau_max: float = 131072.0,
+        tau_min: float = TAU_MIN,
+        tau_max: float = TAU_MAX,
         learned_timescales: bool = False,
         settings: ControlSettings | None = None,
+        rw_norm: bool = False,
         conv_kernel: int = 4,
         conv_bias: bool = True,
         use_D: bool = True,
-        read_init: float = -2.0,
-        write_init: float = 0.25,
+        read_init: float = READ_INIT,
+        write_init: float = WRITE_INIT,
         dt_init: float | None = None,
         gate_bias: float = 0.0,
         norm_eps: float = 1e-6,
@@ -118,16 +132,8 @@ class FracMixer(RecurrentMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "head_dim": head_dim,
-            "num_modes": num_modes,
-            "conv_kernel": conv_kernel,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        num_heads, head_dim = head_sizes(hidden_size, num_heads, head_dim, FRAC_EXPAND)
+        check_sizes(num_modes=num_modes, conv_kernel=conv_kernel)
         if not 0 < write_init < 1:
             raise ValueError(f"write_init must be in (0, 1), got {write_init}")
         self.settings = settings or ControlSettings()
@@ -141,12 +147,13 @@ class FracMixer(RecurrentMixer):
                 "learned_timescales cannot be combined with the exact prior, whose bins need "
                 "timescales in order; use prior='asymptotic'"
             )
-        # Here and not at the top, because numpy is needed to build a layer and not to use one.
+        # Imported here, because numpy is needed only to build a layer.
+        import numpy
+
         from flash_frac.theory.banks import resolve_bank
 
-        self.log_tau_init = [
-            math.log(tau) for tau in resolve_bank(bank, num_modes, tau_min, tau_max).tolist()
-        ]
+        tau = resolve_bank(bank, num_modes, tau_min, tau_max, num_heads)
+        self.log_tau_init: list = numpy.log(tau).tolist()
         self.log_tau_range = (math.log(tau_min), math.log(tau_max))
         self.learned_timescales = learned_timescales
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
@@ -163,6 +170,7 @@ class FracMixer(RecurrentMixer):
         self.conv1d = CausalConv1d(inner, conv_kernel, bias=conv_bias)
         self.dyn_proj = nn.Linear(inner, self.num_dynamics * num_heads)
         self.rw_proj = nn.Linear(inner, 2 * num_heads * num_modes, bias=False)
+        self.rw_norm = ModeRMSNorm(num_modes, norm_eps) if rw_norm else None
         self.out_norm = GatedRMSNorm(inner, norm_eps, gate_bias, backend=backend)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
         values = self.initial_time_values()
@@ -176,13 +184,12 @@ class FracMixer(RecurrentMixer):
         self.reset_parameters()
 
     def initial_time_values(self) -> dict[str, Tensor]:
-        """Fresh values of the tensors that carry time, by name."""
+        """New initial values of the tensors that carry time, by name."""
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        log_tau = torch.tensor(self.log_tau_init, dtype=dtype)
         if self.learned_timescales:
             low, high = self.log_tau_range
-            log_tau = low + (high - low) * torch.rand(self.num_modes, dtype=dtype)
-        else:
-            log_tau = torch.tensor(self.log_tau_init, dtype=dtype)
+            log_tau = low + (high - low) * torch.rand(log_tau.shape, dtype=dtype)
         write_logit = math.log(self.write_init / (1 - self.write_init))
         return {
             "base_log_tau": log_tau,
@@ -194,12 +201,14 @@ class FracMixer(RecurrentMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Reinitialise all parameters."""
         for module in (self.in_proj, self.conv1d, self.dyn_proj, self.rw_proj, self.out_proj):
             nn.init.normal_(module.weight, std=self.initializer_range)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        nn.init.ones_(self.out_norm.weight)
+        for norm in (self.out_norm, self.rw_norm):
+            if norm is not None:
+                nn.init.ones_(norm.weight)
         self.reset_time()
 
     def forward(
@@ -215,11 +224,11 @@ class FracMixer(RecurrentMixer):
 
         Args:
             x: (B, T, E).
-            state: of the N sequences before the first token; None to begin.
-            attention_mask: (B, T), 0 at padding, anywhere in a row: an identity step.
+            state: the N sequences' state before the first token; None to start.
+            attention_mask: (B, T), 0 at padding, which may be anywhere and leaves the state as is.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1).
-            elapsed: (B, T), positive: the time before each token, which multiplies its delta; 1,
-                the usual time, if None.
+            elapsed: (B, T), positive: the time before each token, which multiplies its delta; 1 if
+                None.
 
         Returns:
             y (B, T, E), and the state of the N sequences after their last real token.
@@ -257,7 +266,7 @@ class FracMixer(RecurrentMixer):
         cu_seqlens: Tensor | None = None,
         elapsed: Tensor | None = None,
     ) -> MixerInputs:
-        """Projection, convolution and controls: all that comes before the scan, as in `forward`."""
+        """Projection, convolution and controls: everything in `forward` before the scan."""
         check_inputs(self, {"conv1d": self.conv1d}, x, state, attention_mask, cu_seqlens, elapsed)
         inner_x, gate = self.in_proj(x).chunk(2, -1)
         before = None if state is None else state.conv
@@ -285,7 +294,7 @@ class FracMixer(RecurrentMixer):
         """Read, write and log_decay (B, T, H, M), from (B, T, I) before and after the conv."""
         found = controls_from_logits(
             self.dyn_proj(inner_x),
-            self.rw_proj(u),
+            self.norm_logits(self.rw_proj(u)),
             self.dt_bias,
             self.read_residual_logit,
             self.write_residual_scale,
@@ -294,18 +303,22 @@ class FracMixer(RecurrentMixer):
             mask=mask,
             backend=self.backend,
         )
-        return found if elapsed is None else dilate(found, elapsed)
+        return found if elapsed is None else dilate(found, elapsed, beta=self.settings.beta)
+
+    def norm_logits(self, rw_logits: Tensor) -> Tensor:
+        """Outputs of rw_proj, normed if the layer has rw_norm."""
+        return rw_logits if self.rw_norm is None else self.rw_norm(rw_logits)
 
     def dynamics(self, dyn_logits: Tensor) -> Dynamics:
         """Delta, alpha, lam (..., H) of outputs (..., K H) of dyn_proj, in float32 or wider.
 
-        Example: `mixer.dynamics(mixer.dyn_proj.bias)` is what a token of zeros chooses.
+        Example: `mixer.dynamics(mixer.dyn_proj.bias)` is the value for a zero input.
         """
         logits = dyn_logits.to(torch.promote_types(dyn_logits.dtype, torch.float32))
         return split_dynamics(logits, self.dt_bias.to(logits), self.settings)
 
     def empty_state(self, batch_size: int) -> MixerState:
-        """The state of B sequences without tokens: zeros."""
+        """The state of B empty sequences: zeros."""
         weight = self.conv1d.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         sizes = (batch_size, self.num_heads, self.num_modes, self.head_dim)
@@ -314,17 +327,21 @@ class FracMixer(RecurrentMixer):
 
     @torch.no_grad()
     def idle_log_decay(self) -> Tensor:
-        """log_decay (H, M) that the heads choose for an input of zero, float32 or wider."""
+        """log_decay (H, M) of the heads for a zero input, float32 or wider."""
         weight = self.conv1d.weight
         dyn = self.dynamics(self.dyn_proj(weight.new_zeros(1, weight.shape[0]))[0])
         log_tau = self.base_log_tau.to(dyn.delta.dtype)
         return mode_log_decay(dyn, log_tau, rho_eps=self.settings.rho_eps)
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
-        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
+        """Whether `step_in_place` supports x (B, T, E): one token, no gradients, plain layers."""
+        return x.shape[1] == 1 and self.runs_directly(x, norm)
+
+    def runs_directly(self, x: Tensor, norm: RMSNorm) -> bool:
+        """Whether kernels may compute this layer on norm(x), x (B, T, E), from its weights."""
         parts = (self.in_proj, self.conv1d, self.dyn_proj, self.rw_proj, self.out_proj)
         return (
-            steps_directly(self, x, norm, parts, self.backend)
+            runs_directly(self, x, norm, parts, self.backend)
             and type(self.out_norm) is GatedRMSNorm
             and not is_watched(self.out_norm)
             and self.settings.prior == "asymptotic"
@@ -336,19 +353,25 @@ class FracMixer(RecurrentMixer):
     ) -> Tensor:
         """x + mixer(norm(x)) for one token (B, 1, E); `state` becomes the next state.
 
-        Decoding waits for launches and for the weights to arrive, not for arithmetic: six kernels a
-        block, each weight read once. The general form is `forward`.
+        Decoding is limited by kernel launches and weight reads, not arithmetic: this takes six
+        kernels per block and reads each weight once. The general form is `forward`.
         """
         from flash_frac.ops.decode.triton import fused_control_step, fused_conv_step
 
         hidden = x[:, 0]
         mask = None if attention_mask is None else attention_mask[:, 0]
         inner_x, gate = linear(hidden, self.in_proj, norm).chunk(2, -1)
-        u = fused_conv_step(inner_x, self.conv1d.weight, self.conv1d.bias, state.conv, mask=mask)
+        conv = self.conv1d
+
+        def convolve() -> tuple[Tensor, Tensor]:
+            u = fused_conv_step(inner_x, conv.weight, conv.bias, state.conv, mask=mask)
+            return u, self.norm_logits(linear(u, self.rw_proj))
+
+        (u, rw_logits), dyn_logits = in_branches(convolve, lambda: linear(inner_x, self.dyn_proj))
         gated = fused_control_step(
             u.unflatten(-1, (self.num_heads, -1)),
-            linear(inner_x, self.dyn_proj),
-            linear(u, self.rw_proj),
+            dyn_logits,
+            rw_logits,
             self.dt_bias,
             self.read_residual_logit,
             self.write_residual_scale,

@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_frac.layers.norm import RMSNorm
-from flash_frac.layers.plain import has_plain_weight, is_watched, linear, steps_directly
+from flash_frac.layers.plain import (
+    has_plain_weight,
+    is_watched,
+    linear,
+    linears,
+    steps_directly,
+    stored,
+)
+from flash_frac.layers.sizes import check_sizes
 from flash_frac.ops import swiglu, uses_triton
 from flash_frac.ops.backends import refuse_second_derivative
 
@@ -22,14 +30,14 @@ from flash_frac.ops.backends import refuse_second_derivative
 class GatedMLP(nn.Module):
     """y = down_proj(silu(gate_proj(x)) up_proj(x)), without biases.
 
-    In training on Triton, gate and up are kept for the gradient, and their product is computed
-    again rather than kept: a third of what lies between the projections.
+    In training on Triton, gate and up are kept for the gradient and their product is recomputed,
+    which saves a third of the activations between the projections.
 
     Args:
         hidden_size: width E of input and output.
         intermediate_size: width I of gate and up.
-        initializer_range: standard deviation of the weights at the start.
-        backend: of `swiglu`.
+        initializer_range: initial standard deviation of the weights.
+        backend: as in `swiglu`.
 
     Example:
         >>> mlp = GatedMLP(256, 768)
@@ -45,9 +53,7 @@ class GatedMLP(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.initializer_range, self.backend = initializer_range, backend
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -57,7 +63,7 @@ class GatedMLP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Reinitialise all parameters."""
         for module in (self.gate_proj, self.up_proj, self.down_proj):
             nn.init.normal_(module.weight, std=self.initializer_range)
 
@@ -69,9 +75,9 @@ class GatedMLP(nn.Module):
         return self.down_proj(swiglu(gate, up, self.backend))
 
     def _recomputes_product(self, gate: Tensor) -> bool:
-        """Whether `_Down` stands for the rest: training on Triton, with a plain down_proj."""
+        """Whether to use `_Down`: in training on Triton, with a plain down_proj."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            # The compiler decides for itself what to keep.
+            # A compiler chooses by itself what to keep.
             return False
         down, device = self.down_proj, gate.device.type
         return (
@@ -79,31 +85,43 @@ class GatedMLP(nn.Module):
             and down.bias is None
             and not is_watched(down)
             and uses_triton(self.backend, gate)
-            # Refused by `swiglu`, with the remedy.
+            # `swiglu` raises an error that says what to do.
             and not torch._C._are_functorch_transforms_active()
             and gate.dtype == _linear_dtype(down.weight, device)
         )
 
     def steps_in_place(self, x: Tensor, norm: RMSNorm) -> bool:
-        """Whether `step_in_place` can take x (B, T, E): one token, no gradients, plain layers."""
+        """Whether `step_in_place` supports x (B, T, E): one token, no gradients, plain layers."""
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         return steps_directly(self, x, norm, parts, self.backend) and (
             self.gate_proj.bias is None and self.up_proj.bias is None
         )
 
     def step_in_place(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + mlp(norm(x)) for one token (B, 1, E), in two kernels, each weight read once."""
-        from flash_frac.ops.decode.triton import norm_swiglu
+        """x + mlp(norm(x)) for one token (B, 1, E); reads each weight once."""
+        from flash_frac.ops.decode.triton import MOST_VECTORS, fused_norm_swiglu
 
-        hidden = x[:, 0]
-        weights = (self.gate_proj.weight, self.up_proj.weight)
-        product = norm_swiglu(hidden, *weights, norm.weight, norm.eps)
+        hidden, gate, up = x[:, 0], self.gate_proj, self.up_proj
+        if hidden.shape[0] > MOST_VECTORS:
+            product = swiglu(*linears(hidden, (gate, up), norm), backend=self.backend)
+        else:
+            of_gate, of_up = stored(gate.weight), stored(up.weight)
+            assert of_gate is not None and of_up is not None, "steps_in_place"
+            product = fused_norm_swiglu(
+                hidden,
+                of_gate.values,
+                of_up.values,
+                norm.weight,
+                norm.eps,
+                gate_scale=of_gate.scale,
+                up_scale=of_up.scale,
+            )
         return linear(product, self.down_proj, residual=hidden)[:, None]
 
 
 def add_mlp(x: Tensor, norm: nn.Module, mlp: nn.Module) -> Tensor:
-    """x + mlp(norm(x)) of (B, T, E); one token of decoding takes the kernels for it."""
-    # An adapter may stand for the MLP; it is to be called.
+    """x + mlp(norm(x)) of (B, T, E); decoding one token uses its own kernels."""
+    # An adapter may replace the MLP; then it must be called.
     if isinstance(mlp, GatedMLP) and isinstance(norm, RMSNorm) and mlp.steps_in_place(x, norm):
         return mlp.step_in_place(x, norm)
     return x + mlp(norm(x))
@@ -116,7 +134,7 @@ def _linear_dtype(weight: Tensor, device: str) -> torch.dtype:
 
 
 class _Down(torch.autograd.Function):
-    """weight (silu(gate) up), which keeps gate and up, and not their product.
+    """weight (silu(gate) up); keeps gate and up for the gradient, but not their product.
 
     gate, up (..., I); weight (E, I), rounded to their dtype as autocast does.
     """
@@ -125,7 +143,7 @@ class _Down(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.backend = backend
-        # Autocast would cache a weight that it casts here, without a graph, for the next user.
+        # Autocast would cache the weight cast here, without gradients, and reuse it elsewhere.
         with torch.autocast(gate.device.type, enabled=False):
             return F.linear(swiglu(gate, up, backend), weight.to(gate.dtype))
 

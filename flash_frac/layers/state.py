@@ -1,4 +1,4 @@
-"""What a FracMixer or DeltaMixer remembers between calls.
+"""The state of a FracMixer or DeltaMixer between calls.
 
 Letters: B sequences, H heads, M modes (key channels of a DeltaMixer), D head channels, I channels
 of the convolution, K taps.
@@ -37,11 +37,11 @@ class MixerState(NamedTuple):
         return MixerState(self.recurrent.clone(), self.conv.clone())
 
     def detach(self) -> MixerState:
-        """The same values, cut off from the graph that made them."""
+        """The same values, detached from the autograd graph."""
         return MixerState(self.recurrent.detach(), self.conv.detach())
 
     def select(self, index: Tensor | Sequence[int] | slice) -> MixerState:
-        """The sequences of the batch at `index`, in its order, as a new state of a batch."""
+        """A new state with the sequences at `index`, in that order."""
         if not isinstance(index, slice):
             index = torch.as_tensor(index, device=self.recurrent.device)
             if index.ndim != 1:

@@ -1,4 +1,4 @@
-"""Frac in Hugging Face's classes, registered with the Auto classes when this module is imported."""
+"""Frac as Hugging Face models, registered with the Auto classes when this module is imported."""
 
 from transformers import (
     AutoConfig,
@@ -22,7 +22,7 @@ AutoConfig.register(FracConfig.model_type, FracConfig)
 AutoModel.register(FracConfig, FracModel)
 AutoModelForCausalLM.register(FracConfig, FracForCausalLM)
 AutoModelForSequenceClassification.register(FracConfig, FracForSequenceClassification)
-# By this table Trainer's label smoothing, among others, knows whose labels are to be shifted.
+# Trainer's label smoothing, among others, looks up here which models shift their labels.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FracConfig.model_type] = FracForCausalLM.__name__
 
 __all__ = [

@@ -1,9 +1,8 @@
 """The attention layers of mixed models: Qwen3's, with or without positions.
 
-Qwen3, because it is the transformer that the paper compares with: heads of keys and values that
-queries share, norms of queries and keys, and rotary positions. Names and shapes of parameters are
-those of Qwen3's layers. Which kernel computes attention (`attn_implementation`) is Hugging Face's
-choice, or the caller's.
+Qwen3 is the transformer that the paper compares with: grouped-query attention, query and key norms,
+and rotary positions. Names and shapes of parameters are those of Qwen3's layers. Hugging Face, or
+the caller, selects the attention kernel (`attn_implementation`).
 Letters: B batch, T time, P tokens before, E width, W window of sliding layers.
 """
 
@@ -28,12 +27,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from flash_frac.layers import GatedMLP, RMSNorm, add_mlp
+from flash_frac.layers.branches import in_branches
+from flash_frac.layers.plain import call_linear
 from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.configuration import FracConfig
 
 
 class FracRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Qwen3's, except that no cast takes its frequencies below float32: late positions need it."""
+    """Qwen3's, but no cast takes its frequencies below float32: large positions need it."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FracRotaryEmbedding:
         def keep_precision(tensor: Tensor) -> Tensor:
@@ -45,11 +46,11 @@ class FracRotaryEmbedding(Qwen3RotaryEmbedding):
 
 
 class Attention(Qwen3Attention):
-    """Causal attention over all tokens or the last ones, with the parameters of Qwen3's.
+    """Causal attention, full or sliding, with the parameters of Qwen3's.
 
     Args:
-        config: of the attention layers, see `FracConfig.attention_config`.
-        layer_idx: number of the layer in the model.
+        config: see `FracConfig.attention_config`.
+        layer_idx: index of the layer in the model.
     """
 
     def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
@@ -69,16 +70,16 @@ class Attention(Qwen3Attention):
         lanes: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, T, E), and the weights (B, heads, T, P + T) if the implementation has them.
+        """Output (B, T, E), and weights (B, heads, T, P + T) if the implementation returns them.
 
         Args:
-            attention_mask: in the form that the implementation wants; None for none but causality
-                and the window.
+            attention_mask: in the format of the implementation; None applies only causality and
+                the window.
             position_embeddings: cosines and sines of rotary positions; None for no positions.
             query_scale: (B or 1, T), factors of the queries; 1 if None.
-            gather: brings keys and values of the ranks before, as far as the window reaches; None
-                if rows are whole.
-            lanes: how many equal parts of one row to read as a batch, each behind its own past.
+            gather: fetches keys and values of earlier ranks, as far as the window reaches; None if
+                rows are whole.
+            lanes: number of equal parts of one row to read as a batch, each after its own past.
         """
         given = hidden_states.shape
         if lanes is not None:
@@ -86,7 +87,7 @@ class Attention(Qwen3Attention):
         q, k, v = self.project(hidden_states, position_embeddings, query_scale)
         if isinstance(past_key_values, BufferedCache):
             y = past_key_values.attend(self.layer_idx, q, k, v, self.scaling).transpose(1, 2)
-            return self.o_proj(y.reshape(*given[:2], -1)), None
+            return call_linear(self.o_proj, y.reshape(*given[:2], -1)), None
         if gather is not None:
             k, v = gather(torch.cat([k, v], -1), self.sliding_window).chunk(2, -1)
         if past_key_values is not None:
@@ -105,7 +106,7 @@ class Attention(Qwen3Attention):
             y, weights = attend_in_blocks(attend, q, k, v, window), None
         else:
             y, weights = attend(q, k, v, attention_mask)
-        return self.o_proj(y.reshape(*given[:2], -1)), weights
+        return call_linear(self.o_proj, y.reshape(*given[:2], -1)), weights
 
     def project(
         self,
@@ -115,9 +116,12 @@ class Attention(Qwen3Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, heads, T, D), keys and values (B, key heads, T, D), as in `forward`."""
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        heads = in_branches(
+            lambda: self.q_norm(call_linear(self.q_proj, hidden_states).view(shape)),
+            lambda: self.k_norm(call_linear(self.k_proj, hidden_states).view(shape)),
+            lambda: call_linear(self.v_proj, hidden_states).view(shape),
+        )
+        q, k, v = (x.transpose(1, 2) for x in heads)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if query_scale is not None:
@@ -131,7 +135,7 @@ class AttentionBlock(GradientCheckpointingLayer):
     def __init__(self, config: FracConfig, attention_config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(attention_config, layer_idx)
-        # In the order of Qwen3's layers, by which files of older streams know their model.
+        # Keep the order of Qwen3's layers: older stream files identify their model by it.
         width = config.mlp_width(layer_idx)
         self.mlp = None if width is None else GatedMLP(config.hidden_size, width)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -149,34 +153,34 @@ class AttentionBlock(GradientCheckpointingLayer):
 
 
 def needs_blocks(num_tokens: int, window: int) -> bool:
-    """Whether T tokens are too many for a mask of T x T."""
+    """Whether T tokens are too many for a T x T mask."""
     return num_tokens > 2 * window
 
 
 def attend_in_blocks(
     attend: Callable[..., tuple[Tensor, Any]], q: Tensor, k: Tensor, v: Tensor, window: int
 ) -> Tensor:
-    """Attention to the last W tokens, exactly, with memory linear in T; output (B, T, heads, D).
+    """Exact attention to the last W tokens in memory linear in T; output (B, T, heads, D).
 
-    A block of W queries sees no more than its own keys and those of the block before.
+    A block of W queries sees only its own keys and those of the block before.
 
     Args:
-        attend: called with queries, keys, values and a mask; gives (B, T, heads, D) first.
-        q: (B, heads, T, D), more than W of them.
-        k, v: (B, key heads, P + T, D), fewer than W before those of the queries.
+        attend: called with queries, keys, values and a mask; returns (B, T, heads, D) first.
+        q: (B, heads, T, D), with T > W.
+        k, v: (B, key heads, P + T, D), with P < W.
     """
     num_tokens, num_before = q.shape[2], k.shape[2] - q.shape[2]
     begin = num_before + window
     mask = _band(window, begin, window, q.device)
     first = attend(q[:, :, :window], k[:, :, :begin], v[:, :, :begin], mask)[0]
-    # Padding at the end, which no token before it sees.
+    # Pad at the end, where no earlier token sees it.
     missing = -num_tokens % window
     queries = F.pad(q[:, :, window:], (0, 0, 0, missing)).unflatten(2, (-1, window))
     keys, values = (
         F.pad(x[:, :, num_before:], (0, 0, 0, missing)).unfold(2, 2 * window, window).mT
         for x in (k, v)
     )
-    # Every block is a sequence of the batch.
+    # Treat every block as a sequence of the batch.
     blocks = [x.transpose(1, 2).flatten(0, 1) for x in (queries, keys, values)]
     rest = attend(*blocks, _band(window, 2 * window, window, q.device))[0]
     rest = rest.unflatten(0, (q.shape[0], -1)).flatten(1, 2)
@@ -184,7 +188,7 @@ def attend_in_blocks(
 
 
 def _band(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """(1, 1, queries, keys), True at the last W keys up to each query; the last ones are level."""
+    """(1, 1, queries, keys), True at the last W keys of each query; aligned at the last ones."""
     key = torch.arange(num_keys, device=device)
     ahead = key - key[num_keys - num_queries :, None]
     return ((ahead <= 0) & (ahead > -window))[None, None]
@@ -192,7 +196,7 @@ def _band(num_queries: int, num_keys: int, window: int, device: torch.device) ->
 
 @contextmanager
 def recorded_attentions(blocks: Iterable[nn.Module]) -> Iterator[list[Any]]:
-    """The attention weights (B, heads, T, P + T) that the attention layers compute meanwhile."""
+    """Collect the attention weights (B, heads, T, P + T) computed inside the block."""
     found: list[Any] = []
     hooks = [
         block.self_attn.register_forward_hook(lambda module, args, out: found.append(out[1]))

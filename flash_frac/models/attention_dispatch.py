@@ -1,4 +1,4 @@
-"""Which positions and masks the attention layers of a model get: by its cache and its group."""
+"""Select the positions and masks of attention layers by the model's cache and context group."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def attention_inputs(
     position_ids: Tensor | None,
     group: ProcessGroup | None,
 ) -> AttentionInputs:
-    """Of a forward pass over (B, T, E).
+    """Attention inputs of a forward pass over (B, T, E).
 
     Args:
-        masks: as they were given, all tokens or by type of layer, for a static cache.
-        mask: (B, T), of these tokens, for the others; None if there is no padding.
+        masks: the caller's, for all tokens or by type of layer; used with a static cache.
+        mask: (B, T), for the new tokens; used otherwise. None without padding.
         group: the ranks that share each row; None if rows are whole.
     """
     if isinstance(cache, FracStaticCache):

@@ -22,18 +22,18 @@ from flash_frac.models.mixers import ATTENTION
 
 
 class AttentionInputs:
-    """What attention layers need to know of a forward pass, apart from its hidden states.
+    """Inputs of attention layers in a forward pass, apart from hidden states.
 
     Args:
-        config: of the model.
-        hidden_states: (B, T, E), of which shape, dtype and device matter.
-        mask: (B, T), 0 at padding; None if there is none.
-        cache: the tokens before; None if there are none and none will be.
+        config: the model's configuration.
+        hidden_states: (B, T, E); only shape, dtype and device are used.
+        mask: (B, T), 0 at padding; None without padding.
+        cache: the cache of earlier tokens; None without a cache.
         cu_seqlens: (N + 1,) boundaries of sequences packed in one row.
 
     Attributes:
-        real: (B, C + T), False at padding, or None if there is none.
-        position_ids: (B or 1, T), the number of real tokens before each, of its own sequence.
+        real: (B, C + T), False at padding; None without padding.
+        position_ids: (B or 1, T), the number of real tokens before each in its sequence.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class AttentionInputs:
     def arguments(
         self, config: Qwen3Config, rotary: Qwen3RotaryEmbedding | None
     ) -> dict[str, dict[str, Any]]:
-        """Of a call of `AttentionBlock`, by type of layer: masks as config's implementation asks.
+        """Arguments of `AttentionBlock` by type of layer, with masks for config's implementation.
 
         Args:
-            config: of the attention layers, see `FracConfig.attention_config`.
+            config: see `FracConfig.attention_config`.
             rotary: None for a model without positions.
         """
         shared = {
@@ -99,15 +99,15 @@ class AttentionInputs:
             config=config,
             inputs_embeds=self.hidden_states,
             attention_mask=self.real,
-            # Packed sequences show by positions that begin again, if there is no cache. Without
-            # them there are no positions to look at, which would wait for the device, and while a
-            # graph is recorded would make a mask of all pairs instead.
+            # Without a cache, positions that restart mark packed sequences. Pass none otherwise:
+            # checking them would wait for the device, or build a mask of all pairs while a graph is
+            # recorded.
             past_key_values=self.cache if self.cu_seqlens is None else None,
             position_ids=None if self.cu_seqlens is None else self.position_ids,
         )
 
     def _sliding_mask(self, config: Qwen3Config) -> Tensor | None:
-        """As in `_full_mask`, by hand: windows count real tokens, as if there were no padding."""
+        """Like `_full_mask`, built here: windows count real tokens and skip padding."""
         implementation, window = config._attn_implementation or "eager", config.sliding_window
         assert window is not None
         if "flex" in implementation:
@@ -121,12 +121,12 @@ class AttentionInputs:
         return self._mask_by_hand(implementation, held + self.num_tokens, window)
 
     def _mask_by_hand(self, implementation: str, num: int, window: int) -> Tensor | None:
-        """For sdpa or eager attention, of the last `num` columns; None if it needs no mask."""
+        """Mask over the last `num` columns for sdpa or eager attention; None if none is needed."""
         real = None if self.real is None else self.real[:, -num:]
         plain = real is None and self.cu_seqlens is None and implementation == "sdpa"
-        # An exported program has one way for all lengths.
+        # An exported program must take the same path for all lengths.
         if plain and not torch.compiler.is_exporting():
-            # Causal attention, one token that sees all, or too many for a mask.
+            # Plain causal attention, one token that sees everything, or too many tokens for a mask.
             short = num <= window and self.num_tokens in (1, num)
             if short or needs_blocks(self.num_tokens, window):
                 return None
@@ -137,14 +137,14 @@ class AttentionInputs:
         if real is not None:
             visible = visible & real[:, None]
         if self.cu_seqlens is not None:
-            # A sequence that begins again has the same difference of column and position.
+            # Tokens of one sequence share the difference of column and position.
             visible = visible & (column - keys == column_of_query - queries)
-        # Padding sees itself, because the mean of nothing is not a number.
+        # Padding sees itself, because attention to nothing is NaN.
         visible = (visible | (column == column_of_query))[:, None]
         return as_mask(visible, implementation, self.hidden_states.dtype)
 
     def remember(self) -> None:
-        """Note in the cache, which has taken keys and values, what is padding."""
+        """Record the padding in the cache, after it has stored keys and values."""
         if not isinstance(self.cache, FracCache):
             return
         self.cache.real = self.real
@@ -154,11 +154,11 @@ class AttentionInputs:
 
 
 class StaticAttentionInputs(AttentionInputs):
-    """The same for a static cache, which knows no padding: masks are of all tokens.
+    """`AttentionInputs` for a static cache, which does not record padding: masks cover all tokens.
 
     Args:
-        masks: by type of layer as transformers names it, each (B, 1, T, room) as `generate` made
-            it, or one (B, P + T) for all, 0 at padding.
+        masks: by transformers' type of layer, each (B, 1, T, room) as `generate` builds it, or one
+            (B, P + T) for all, 0 at padding.
         position_ids: (B or 1, T); by default counted from the mask or from the cache.
     """
 
@@ -184,8 +184,8 @@ class StaticAttentionInputs(AttentionInputs):
             seen = int(cache.num_tokens) + self.num_tokens
             if self.real.shape[1] != seen:
                 raise ValueError(
-                    "attention_mask with a static cache must cover all tokens, those before "
-                    f"included: expected {seen} columns, got {self.real.shape[1]}"
+                    "attention_mask with a static cache must cover all tokens, including earlier "
+                    f"ones: expected {seen} columns, got {self.real.shape[1]}"
                 )
             check_static_padding(config, self.real)
         if position_ids is None and self.real is not None:
@@ -213,14 +213,14 @@ class StaticAttentionInputs(AttentionInputs):
 
 
 def as_mask(visible: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
-    """In the form that sdpa, or eager attention, wants: what is seen, or what is added."""
+    """The mask for sdpa (True where visible) or for eager attention (added to the scores)."""
     if implementation != "eager":
         return visible
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:
-    """Factors (B or 1, T) of queries that see more tokens than config says; None if off."""
+    """Factors (B or 1, T) of queries beyond attention_temperature_length; None if it is off."""
     length, slope = config.attention_temperature_length, config.attention_temperature_slope
     if length is None:
         return None
@@ -229,24 +229,24 @@ def query_scale(config: FracConfig, position_ids: Tensor) -> Tensor | None:
 
 
 def check_static_padding(config: FracConfig, mask: Tensor) -> None:
-    """ValueError for padding (B, P + T) that sliding layers of a static cache would take as tokens.
+    """Raise a ValueError for padding (B, P + T) that sliding layers of a static cache would count.
 
-    They keep the last W columns, which hold fewer than W real tokens if padding is among them.
+    They keep the last W columns, which contain fewer than W real tokens if some are padding.
     """
     if "sliding_attention" in config.layer_types and bool((mask.ne(0).int().diff(dim=1) < 0).any()):
         raise ValueError(
             "attention_mask must have padding on the left only, with a static cache in a model "
-            "with sliding_attention layers, whose window would count it; pad on the left, or leave "
-            "cache_implementation out"
+            "with sliding_attention layers, whose window would count it; pad on the left, or omit "
+            "cache_implementation"
         )
 
 
 def check_cache(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None) -> None:
-    """ValueError for what a model with attention layers cannot do, and a Frac model can."""
+    """Raise a ValueError for inputs that only models without attention layers support."""
     if cache is not None and not isinstance(cache, FracCache):
         raise ValueError(
-            "past_key_values of a model with attention layers must be a FracCache, which knows "
-            f"what is padding, got {type(cache).__name__}; use FracCache(model.config)"
+            "past_key_values of a model with attention layers must be a FracCache, which records "
+            f"padding, got {type(cache).__name__}; use FracCache(model.config)"
         )
     if cu_seqlens is not None and mask is not None:
         raise ValueError(
@@ -255,6 +255,6 @@ def check_cache(mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | N
         )
     if cu_seqlens is not None and cache is not None and cache.get_seq_length():
         raise ValueError(
-            "cu_seqlens cannot go on from a cache in a model with attention layers; pass the "
+            "cu_seqlens cannot continue from a cache in a model with attention layers; pass the "
             "sequences as a batch, padded on the left with an attention_mask"
         )

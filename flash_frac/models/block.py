@@ -1,4 +1,4 @@
-"""One layer of a model with a state of fixed size: frac or delta, and an MLP if there is one."""
+"""A block with a fixed-size state: a frac or delta mixer, and an optional MLP."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flash_frac.layers import DeltaMixer, FracMixer, GatedMLP, RMSNorm, add_mlp
+from flash_frac.layers.direct import read_directly, reads_directly
 from flash_frac.models.cache import read_state, write_state
 from flash_frac.models.configuration import FracConfig
 
-# Mixers whose state has a fixed size; what `_init_weights` and context groups look for.
+# Mixers with a fixed-size state, for `_init_weights` and context groups.
 STATE_MIXERS = (FracMixer, DeltaMixer)
 
 
 def mixer_from_config(config: FracConfig, mixer_type: str = "frac") -> FracMixer | DeltaMixer:
-    """The mixer of a layer of this type, "frac" or "delta", with this configuration."""
+    """Build the "frac" or "delta" mixer of a configuration."""
     if mixer_type == "delta":
         return DeltaMixer(
             config.hidden_size,
@@ -38,6 +39,7 @@ def mixer_from_config(config: FracConfig, mixer_type: str = "frac") -> FracMixer
         tau_max=config.frac_tau_max,
         learned_timescales=config.frac_learned_timescales,
         settings=config.control_settings(),
+        rw_norm=config.frac_rw_norm,
         conv_kernel=config.frac_conv_kernel,
         conv_bias=config.frac_conv_bias,
         use_D=config.frac_use_D,
@@ -51,7 +53,7 @@ def mixer_from_config(config: FracConfig, mixer_type: str = "frac") -> FracMixer
 
 
 class FracBlock(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(mlp_norm(x)) if it has an MLP; its state is in the cache."""
+    """x + mixer(norm(x)), then x + mlp(mlp_norm(x)) if it has an MLP; the cache holds its state."""
 
     def __init__(self, config: FracConfig, layer_idx: int, mixer_type: str = "frac") -> None:
         super().__init__()
@@ -80,17 +82,26 @@ class FracBlock(GradientCheckpointingLayer):
 
     def _mix(self, hidden_states: Tensor, cache: Cache | None, inputs: dict[str, Any]) -> Tensor:
         state = None if cache is None else read_state(cache, self.layer_idx)
+        mask, mixer = inputs["attention_mask"], self.mixer
+        # An adapter may replace the mixer; then it must be called.
+        plain = inputs["cu_seqlens"] is None and inputs["elapsed"] is None
         if (
-            state is not None
-            and inputs["cu_seqlens"] is None
-            and inputs["elapsed"] is None
-            # An adapter may stand for the mixer; it is to be called.
-            and isinstance(self.mixer, STATE_MIXERS)
-            and self.mixer.steps_in_place(hidden_states, self.norm)
+            plain
+            and state is not None
+            and isinstance(mixer, STATE_MIXERS)
+            and mixer.steps_in_place(hidden_states, self.norm)
         ):
-            mask = inputs["attention_mask"]
-            return self.mixer.step_in_place(hidden_states, self.norm, state, mask)
-        mixed, state = self.mixer(self.norm(hidden_states), state=state, **inputs)
+            return mixer.step_in_place(hidden_states, self.norm, state, mask)
+        if (
+            plain
+            and mask is None
+            and isinstance(mixer, FracMixer)
+            and reads_directly(mixer, hidden_states, self.norm, state)
+        ):
+            hidden_states, state = read_directly(mixer, hidden_states, self.norm, state)
+        else:
+            mixed, state = self.mixer(self.norm(hidden_states), state=state, **inputs)
+            hidden_states = hidden_states + mixed
         if cache is not None:
             write_state(cache, self.layer_idx, state)
-        return hidden_states + mixed
+        return hidden_states

@@ -1,7 +1,7 @@
-"""Where packed sequences begin, by whichever name a caller says it.
+"""Find where packed sequences begin, from any argument that says so.
 
-Ours is `cu_seqlens`. transformers and TRL say it as `cu_seq_lens_q`, as `seq_idx`, or by
-`position_ids` that begin again. Letters: B batch, T time, N packed sequences.
+Ours is `cu_seqlens`. transformers and TRL pass `cu_seq_lens_q`, `seq_idx`, or `position_ids` that
+restart. Letters: B batch, T time, N packed sequences.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def find_boundaries(
     """Boundaries (N + 1,) of the sequences packed in one row; None if rows are whole sequences.
 
     Args:
-        mask: (B, T), 0 at padding; None if there is none.
-        continues: whether a cache holds the tokens before.
-        The rest as in `FracModel.forward`, in the order in which they are believed.
+        mask: (B, T), 0 at padding; None without padding.
+        continues: whether a cache holds earlier tokens.
+        The rest as in `FracModel.forward`, in order of precedence.
     """
     if cu_seqlens is not None:
         return cu_seqlens
@@ -42,8 +42,8 @@ def find_boundaries(
         if continues:
             return None
         raise ValueError(
-            "position_ids cannot be read while compiling, and may hold the beginnings of packed "
-            "sequences; pass cu_seqlens instead, or leave them out"
+            "position_ids cannot be read while compiling, and may mark the starts of packed "
+            "sequences; pass cu_seqlens instead, or omit them"
         )
     return _from_positions(position_ids, mask, continues)
 
@@ -63,21 +63,21 @@ def _same_boundaries(queries: Tensor | None, keys: Tensor | None) -> Tensor:
 
 
 def _from_positions(position_ids: Tensor, mask: Tensor | None, continues: bool) -> Tensor | None:
-    """From positions (B or 1, T): one more than the one before, or a new beginning."""
+    """Boundaries from positions (B or 1, T): each increases by one or starts a new sequence."""
     begins = position_ids.diff(dim=-1) != 1
     if not bool(begins.any()) or (mask is not None and _count_real(position_ids, mask)):
         return None
     if mask is not None or continues:
-        where = "beside padding" if mask is not None else "beside a cache"
+        where = "with padding" if mask is not None else "with a cache"
         raise ValueError(
-            f"position_ids must rise by one from token to token {where}, where packed sequences "
+            f"position_ids must increase by one per token {where}, where packed sequences "
             f"cannot be told apart; {_REMEDY}"
         )
     boundaries = _from_changes(position_ids, "position_ids", begins)
     firsts = position_ids[0, boundaries[:-1]]
     if not bool((firsts == firsts[0]).all()):
         raise ValueError(
-            "position_ids must rise by one from token to token, or begin again where a packed "
+            "position_ids must increase by one per token, or restart where a packed "
             f"sequence begins, got a sequence that begins at {int(firsts.max())} and one at "
             f"{int(firsts.min())}; {_REMEDY}"
         )
@@ -85,14 +85,14 @@ def _from_positions(position_ids: Tensor, mask: Tensor | None, continues: bool) 
 
 
 def _count_real(position_ids: Tensor, mask: Tensor) -> bool:
-    """Whether positions count the real tokens of each row, being anything at padding."""
+    """Whether positions count the real tokens of each row, ignoring padding."""
     offsets = position_ids - mask.ne(0).cumsum(-1)
     lowest = torch.where(mask != 0, offsets, offsets.max()).amin(-1, keepdim=True)
     return bool(((offsets == lowest) | (mask == 0)).all())
 
 
 def _from_changes(values: Tensor, name: str, begins: Tensor) -> Tensor:
-    """Boundaries of one row from the tokens, its first apart, at which a sequence begins."""
+    """Boundaries of one row, given the tokens after the first at which a sequence begins."""
     if values.shape[0] != 1:
         raise ValueError(f"{name} packs sequences in a batch of {values.shape[0]} rows; {_REMEDY}")
     starts = begins[0].nonzero().flatten() + 1

@@ -1,7 +1,7 @@
-"""Attention over buffers of keys and values, of which some columns are seen.
+"""Attention over buffers of keys and values, of which only some columns are visible.
 
-Positions say which: a query at position p sees keys at positions up to p, in a window W those after
-p - W. Padding sees something, too, because the mean of nothing is not a number.
+A query at position p sees keys at positions up to p and, with a window W, only those after p - W.
+Padding also sees something, because attention to nothing is NaN.
 Letters: B sequences, T queries, H heads of queries, h of keys and values, S columns, D channels.
 """
 
@@ -14,14 +14,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 from flash_frac.ops import uses_triton
 
-# Elements of a mask at a time; more queries are computed one part after another.
+# Maximum elements of a mask; more queries are computed in parts.
 MASK_ELEMENTS = 2**27
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-    """One token: y (B, H, 1, D) of q, which sees the columns up to `positions` (B, 1).
+    """Decode one token: y (B, H, 1, D) of q, which sees the columns up to `positions` (B, 1).
 
-    Nothing depends on how many these are, except the numbers.
+    Shapes and kernels do not depend on how many columns these are.
     """
     if uses_triton("auto", q):
         from flash_frac.ops.attention.triton import MOST_CHANNELS, attend_step
@@ -32,21 +32,21 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: floa
 
 
 def attend_one_plain(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-    """`attend_one` by torch's kernels, which read all S columns."""
+    """`attend_one` with torch's kernels, which read all S columns."""
     visible = torch.arange(k.shape[2], device=k.device) <= positions
-    # Heads that share keys are rows of one product: keys are read once, and never repeated.
+    # Heads that share keys are rows of one product, so keys are read once and never repeated.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     y = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible[:, None, None], scale=scaling)
     return y.reshape(q.shape)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    """y (B, H, T, D); queries are the last T of S tokens, and see themselves and those before."""
+    """y (B, H, T, D); queries are the last T of S tokens, and see themselves and earlier ones."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     if num_queries == num_keys:
         return _sdpa(q, k, v, scaling, causal=True)
     if q.device.type == "cuda" and q.dtype.itemsize == 2:
-        # Flash attention, which needs no mask in memory.
+        # Flash attention needs no mask in memory.
         bias = causal_lower_right(num_queries, num_keys)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
@@ -64,7 +64,7 @@ def attend_by_position(
     scaling: float,
     window: int | None = None,
 ) -> Tensor:
-    """y (B, H, T, D); positions of queries (B or 1, T) and of keys (B or 1, S), below 0 if none."""
+    """y (B, H, T, D); positions of queries (B or 1, T) and keys (B or 1, S), negative if empty."""
     part = max(1, MASK_ELEMENTS // (len(q) * k.shape[2]))
     keys, found = key_positions[:, None], []
     for rows, positions in zip(q.split(part, 2), query_positions.split(part, 1), strict=True):
@@ -77,7 +77,7 @@ def attend_by_position(
 
 
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int) -> Tensor:
-    """As `attend_causally`, with a window; the work grows with T W, not with T S."""
+    """Like `attend_causally`, with a window; the cost grows with T W, not T S."""
     before = k.shape[2] - q.shape[2]
     if not before and q.shape[2] <= window:
         return _sdpa(q, k, v, scaling, causal=True)
@@ -110,7 +110,7 @@ def _sdpa(
 ) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     if mask is not None and groups > 1:
-        # Kernels with a mask want a head of keys for each of queries.
+        # Kernels with a mask need one key head per query head.
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q,

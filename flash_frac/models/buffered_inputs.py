@@ -1,4 +1,4 @@
-"""Positions of a forward pass with a `BufferedCache`, for the attention layers of mixed models."""
+"""Positions for the attention layers of mixed models in a pass with a `BufferedCache`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash_frac.models.configuration import FracConfig
 
 
 class BufferedAttentionInputs(AttentionInputs):
-    """`AttentionInputs` with a `BufferedCache`, which computes attention and needs no masks."""
+    """`AttentionInputs` for a `BufferedCache`, which computes attention itself without masks."""
 
     def __init__(
         self,
@@ -33,4 +33,4 @@ class BufferedAttentionInputs(AttentionInputs):
         return None
 
     def remember(self) -> None:
-        """The cache has counted already."""
+        """Do nothing: the cache has already counted."""

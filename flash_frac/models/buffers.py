@@ -1,8 +1,8 @@
-"""Keys and values in buffers of fixed length at fixed addresses, for CUDA graphs of decoding.
+"""KV cache in buffers of fixed length at fixed addresses, for CUDA graphs of decoding.
 
-Tokens lie in order and without padding. The token at position p of a sequence is in column p of a
-layer that sees all tokens, and in column p mod W, a ring, of a sliding one. How many tokens there
-are is a tensor, which a graph reads and counts up.
+Tokens are stored in order and without padding. The token at position p of a sequence is in column p
+of a full-attention layer, and in column p mod W, a ring buffer, of a sliding one. The number of
+tokens is a tensor, which a graph reads and increments.
 Letters: B sequences, T new tokens, S columns of a buffer, W window of sliding layers.
 """
 
@@ -34,9 +34,9 @@ LEAST_ROOM = 256
 
 
 def rounded(num_tokens: int) -> int:
-    """Of 256, 320, 384, 448, 512, 640, ... the first that is not less: four for every doubling.
+    """Round up to 256, 320, 384, 448, 512, 640, ...: four sizes per doubling.
 
-    Buffers and graphs have these sizes, so that few are needed and at most a fifth is unused.
+    Buffers and graphs have these sizes, so few are needed and at most a fifth is unused.
     """
     num_tokens = max(num_tokens, LEAST_ROOM)
     unit = (1 << (num_tokens - 1).bit_length()) // 8
@@ -45,9 +45,9 @@ def rounded(num_tokens: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class KeyValues:
-    """Keys and values (B, heads, S, channels) of the layers that see all tokens, by their numbers.
+    """Keys and values (B, heads, S, channels) of full-attention layers, by layer index.
 
-    They are only appended to: who has counted fewer tokens is not disturbed by those after them.
+    They are only appended to, so an owner with fewer tokens is not affected by later ones.
     """
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -58,19 +58,19 @@ class KeyValues:
         return next((keys.shape[2] for keys, _ in self.layers.values()), 0)
 
     def resized(self, size: int) -> KeyValues:
-        """The same in new memory of this many columns."""
+        """A copy in new memory with this many columns."""
         return KeyValues.cat([self], size)
 
     @staticmethod
     @torch.no_grad()
     def cat(parts: Sequence[KeyValues], size: int, rows: Sequence[int] | None = None) -> KeyValues:
-        """The sequences of all, or those at `rows`, in new memory of this many columns."""
+        """All sequences, or those at `rows`, in new memory with this many columns."""
 
         def joined(found: Sequence[Tensor]) -> Tensor:
             whole = torch.cat([_with_columns(x, size) for x in found])
             return whole if rows is None else whole[torch.as_tensor(rows, device=whole.device)]
 
-        # Tensors made in inference mode could not be written outside it.
+        # Tensors created in inference mode cannot be written outside it.
         with torch.inference_mode(False):
             return KeyValues(
                 {
@@ -92,10 +92,10 @@ class _Tokens(NamedTuple):
     """The new tokens of a forward pass, the same for all layers.
 
     Attributes:
-        before, after: (B,), real tokens of every sequence without them and with them.
-        positions: (B, T), real tokens before each.
-        order: (B, 1, T, 1), numbers of the real tokens, then those of padding; None if all are
-            real, or the only one.
+        before, after: (B,), real tokens of every sequence before and after the pass.
+        positions: (B, T), number of real tokens before each.
+        order: (B, 1, T, 1), indices of the real tokens, then of padding; None without padding, or
+            for a single token.
     """
 
     before: Tensor
@@ -108,24 +108,24 @@ class _Tokens(NamedTuple):
 
 
 class BufferedCache(FracCache):
-    """A cache for inference, whose tensors have fixed addresses until `reserve` needs longer ones.
+    """A cache for inference, whose tensors keep their addresses until `reserve` reallocates them.
 
-    Whoever calls the model makes room before, and counts on the host after, because a graph that is
-    replayed runs no line of Python:
+    The caller of the model reserves room before and counts on the host after, because replaying a
+    graph runs no Python:
 
         cache.reserve(T); model(ids, past_key_values=cache); cache.took([T] * B)
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         batch_size: B.
-        examples: by number of an attention layer, a tensor with the dtype and device of its keys.
+        examples: by attention layer index, a tensor with the dtype and device of its keys.
 
     Attributes:
-        counts: tokens of every sequence, as the host knows them; `lengths`, (B,), on the device.
-        full: keys and values of the layers that see all tokens, maybe shared with other caches.
-        rings: by number of a sliding layer, keys and values (B, heads, W, channels).
-        fixed_room: columns of a buffer that tokens look at, however few are in use, so that one
-            graph serves sequences of all lengths up to there; None: by the longest one.
+        counts: tokens of every sequence, on the host; `lengths`, (B,), is the same on the device.
+        full: keys and values of full-attention layers, possibly shared with other caches.
+        rings: by sliding layer index, keys and values (B, heads, W, channels).
+        fixed_room: columns that tokens attend to, even if fewer are in use, so that one graph
+            serves all lengths up to this; None depends on the longest sequence.
     """
 
     fixed_room: int | None = None
@@ -168,7 +168,7 @@ class BufferedCache(FracCache):
 
     @property
     def room(self) -> int:
-        """Columns among which those are that one more token sees; 0 without attention layers."""
+        """Columns that a step reads for one more token; 0 without attention layers."""
         if not self.attention_layers:
             return 0
         size = self.full.size if self.full.layers else self.window or 0
@@ -176,16 +176,16 @@ class BufferedCache(FracCache):
         return min(wanted, size)
 
     def signature(self, num_tokens: int) -> tuple[int, ...]:
-        """What a pass over T tokens takes from the host: another graph for each."""
+        """Host values that a pass over T tokens depends on; each needs its own graph."""
         if num_tokens == 1 or not self.attention_layers:
             return (self.room,)
         return (self.longest, min(self.counts) == self.longest)
 
     def reserve(self, num_tokens: int, *, size: int | None = None) -> bool:
-        """Have room for this many tokens more; whether that took new memory.
+        """Make room for this many more tokens; return whether that reallocated memory.
 
         Args:
-            size: columns to have then; rounded up from what is needed by default.
+            size: number of columns after that; by default the required number, rounded up.
         """
         needed = self.longest + num_tokens
         if not self.full.layers or self.full.size >= needed:
@@ -194,36 +194,36 @@ class BufferedCache(FracCache):
         return True
 
     def took(self, counts: Sequence[int]) -> None:
-        """Note that the sequences have taken this many tokens more; the device has done so."""
+        """Count this many more tokens on the host; the device has already counted them."""
         self.counts = [n + new for n, new in zip(self.counts, counts, strict=True)]
 
     def fixed(self) -> list[Tensor]:
-        """The tensors whose size does not grow: states, windows, rings and lengths."""
+        """The tensors of fixed size: states, windows, ring buffers and lengths."""
         rings = [x for pair in self.rings.values() for x in pair]
         return [*self.tensors(), *rings, self.lengths]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states and rings, and of the keys and values of tokens that are there."""
+        """Bytes of states and ring buffers, and of the keys and values of the tokens held."""
         fixed = sum(x.nbytes for x in self.fixed() if x is not self.lengths)
         columns = (x[:, :, : self.longest] for pair in self.full.layers.values() for x in pair)
         return fixed + sum(x.nbytes for x in columns)
 
     def clear(self) -> None:
-        """Hold no token, in the same memory."""
+        """Empty the cache, keeping its memory."""
         torch._foreach_zero_(self.fixed())  # pyright: ignore[reportPrivateImportUsage]
         self.counts = [0] * self.batch_size
 
     def follow(self, source: BufferedCache) -> None:
-        """Share the keys and values of all tokens with a cache, and be as long on the host."""
+        """Share the `full` keys and values of another cache, and copy its counts."""
         self.full, self.counts = source.full, list(source.counts)
 
     @torch.no_grad()
     def copy_fixed(self, source: BufferedCache) -> None:
-        """Be on the device as a cache with the same layers and batch is, but for `full`."""
+        """Copy all device tensors but `full` from a cache with the same layers and batch."""
         pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for mine, theirs in zip(self.fixed(), source.fixed(), strict=True):
-            # One kernel for each dtype, where the device allows it.
+            # One kernel for each dtype, if the device supports it.
             mine_too, theirs_too = pairs.setdefault((mine.dtype, mine.device), ([], []))
             mine_too.append(mine)
             theirs_too.append(theirs)
@@ -232,7 +232,7 @@ class BufferedCache(FracCache):
 
     @torch.no_grad()
     def like(self, batch_size: int) -> BufferedCache:
-        """A cache of the same model without tokens."""
+        """An empty cache of the same model."""
         other = BufferedCache(self._config, batch_size, self._examples)
         with torch.inference_mode(False):
             for n in self.state_layers:
@@ -250,7 +250,7 @@ class BufferedCache(FracCache):
     @staticmethod
     @torch.no_grad()
     def cat(caches: Sequence[BufferedCache], rows: Sequence[int] | None = None) -> BufferedCache:
-        """The sequences of some caches in one, in other memory; those at `rows` or all."""
+        """Join the sequences of caches, all or those at `rows`, in new memory."""
         counts = [n for cache in caches for n in cache.counts]
         rows = range(len(counts)) if rows is None else rows
         other = caches[0].like(len(rows))
@@ -262,10 +262,10 @@ class BufferedCache(FracCache):
         return other
 
     def begin(self, num_tokens: int, mask: Tensor | None) -> Tensor:
-        """Positions (B, T) of the next T tokens; padding has that of the next real one.
+        """Positions (B, T) of the next T tokens; padding gets that of the next real token.
 
         Args:
-            mask: (B, T), 0 at padding; None if there is none.
+            mask: (B, T), 0 at padding; None without padding.
         """
         if self.full.layers and self.longest + num_tokens > self.full.size:
             raise ValueError(
@@ -286,11 +286,11 @@ class BufferedCache(FracCache):
         return positions
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """Take in k, v (B, heads, T, channels) of a layer; what the queries q (B, H, T, ..) see."""
+        """Store k, v (B, heads, T, channels) of a layer; return attention of q (B, H, T, ..)."""
         assert self._tokens is not None
         ring = self.rings.get(layer_idx)
         buffers = self.full.layers[layer_idx] if ring is None else ring
-        # Another device in a model on several ones, another dtype under autocast.
+        # The device differs in a model on several devices, the dtype under autocast.
         tokens, dtype = self._tokens.to(k.device), buffers[0].dtype
         rows, new = q.to(dtype), (k.to(dtype), v.to(dtype))
         if tokens.order is not None:
@@ -307,8 +307,8 @@ class BufferedCache(FracCache):
         self, q: Tensor, new: Pair, buffers: Pair, tokens: _Tokens, scaling: float
     ) -> Tensor:
         size = buffers[0].shape[2]
-        # A ring's own column is that of the token that has just left the window. What padding
-        # writes is seen by nobody, and the next token writes there again.
+        # In a ring buffer, the new column replaces the token that just left the window. Nothing
+        # sees what padding writes, and the next token overwrites it.
         _write(buffers, tokens.positions % size, new)
         seen = min(self.room, size)
         k, v = (x[:, :, :seen] for x in buffers)
@@ -325,7 +325,7 @@ class BufferedCache(FracCache):
             k[:, :, begin:], v[:, :, begin:] = new
             return attend_causally(q, k, v, scaling)
         columns = torch.arange(end, device=q.device)[None]
-        # Padding goes behind the real tokens, where it is seen by nobody, as above.
+        # Padding goes after the real tokens, where nothing sees it.
         _write(buffers, tokens.before[:, None] + columns[:, : q.shape[2]], new)
         return attend_by_position(q, k, v, tokens.positions, columns, scaling)
 
@@ -334,7 +334,7 @@ class BufferedCache(FracCache):
     ) -> Tensor:
         window = ring[0].shape[2]
         columns = torch.arange(window, device=q.device)
-        # The ring in order, and the new tokens: column c is position before - window + c.
+        # Unroll the ring and append the new tokens: column c is position before - window + c.
         start = tokens.before[:, None]
         inside = _at(ring, _index((start + columns) % window))
         k, v = (torch.cat(pair, 2) for pair in zip(inside, new, strict=True))
@@ -351,7 +351,7 @@ class BufferedCache(FracCache):
         return y
 
     def _all_alike(self, tokens: _Tokens) -> bool:
-        """Whether all sequences have the same length, before and after, in every replay."""
+        """Whether all sequences have equal lengths, before and after, in every replay."""
         alike = tokens.order is None and min(self.counts) == self.longest
         return alike and self.fixed_room is None
 

@@ -2,7 +2,7 @@
 
 The tensors live in `transformers`' own `LinearAttentionLayer`: conv_states (B, I, K - 1) and
 recurrent_states (B, H, M, D), and in its `DynamicLayer`: keys and values (B, heads, T, channels).
-Reordering beams, resetting and offloading are its work. W is the window of sliding layers.
+transformers handles beam reordering, reset and offloading. W is the window of sliding layers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ CANNOT_CROP = (
 
 
 class FracCache(DynamicCache):
-    """A `DynamicCache` that also counts the tokens it has seen, and notes which were padding.
+    """A `DynamicCache` that also counts the tokens it has seen, and records which were padding.
 
-    `generate` needs the count to tell new tokens from those already in the cache; Hugging Face's
-    caches take it from attention layers, of which most Frac models have none. Sliding layers keep
-    the last W - 1 real tokens of every sequence, whatever padding is between them.
+    `generate` needs the count to tell new tokens from those already in the cache. Hugging Face's
+    caches get it from attention layers, which most Frac models lack. Sliding layers keep the last
+    W - 1 real tokens of every sequence, regardless of padding between them.
 
     Attributes:
-        num_tokens: tokens seen, padding included.
-        real: of a model with attention, (B, num_held), False at padding; None if there was none.
-        before: (B,), real tokens before those of `real`; None if all tokens before were real.
-        state_layers, attention_layers, sliding_layers: numbers of the layers with a state of fixed
-            size (frac, delta), of those with keys and values, and of these the sliding ones.
-        is_never_seen: whether `generate` made it for itself alone, and need not fill it.
+        num_tokens: tokens seen, including padding.
+        real: (B, num_held) for a model with attention, False at padding; None without padding.
+        before: (B,), number of earlier real tokens, not in `real`; None if all earlier ones were.
+        state_layers, attention_layers, sliding_layers: indices of layers with a fixed-size state
+            (frac, delta), of layers with keys and values, and of the sliding ones among these.
+        is_never_seen: whether `generate` created it only for itself and need not fill it.
     """
 
     is_never_seen = False
@@ -52,7 +52,7 @@ class FracCache(DynamicCache):
         self.sliding_layers = [n for n, kind in kinds if kind == "sliding_attention"]
         self.window: int | None = getattr(config, "sliding_window", None)
         for n in self.sliding_layers:
-            # Hugging Face's would count padding as tokens of the window.
+            # Hugging Face's sliding layer would count padding as part of the window.
             self.layers[n] = DynamicLayer()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -69,18 +69,18 @@ class FracCache(DynamicCache):
 
     @property
     def num_held(self) -> int:
-        """Columns of keys that the layers hold which hold most."""
+        """Largest number of key columns that any layer holds."""
         if len(self.sliding_layers) == len(self.attention_layers):
             return self.num_sliding
         return self.num_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns of keys of full attention, and the first; sliding masks do not ask here."""
+        """Number of key columns of full attention, and the first; sliding masks do not use this."""
         return self.num_tokens + query_length, 0
 
     @property
     def is_compileable(self) -> bool:
-        """False: `generate` is not to compile unasked, as it does not for a `DynamicCache`."""
+        """False, so that `generate` does not compile unasked, as for a `DynamicCache`."""
         return False
 
     def count(self, num_tokens: int) -> None:
@@ -88,7 +88,7 @@ class FracCache(DynamicCache):
         self.num_tokens += num_tokens
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: a state is a sum over all tokens, from which none can be taken back."""
+        """Raise an error: a state is a sum over all tokens, and none can be removed."""
         raise ValueError(CANNOT_CROP)
 
     def tensors(self) -> list[Tensor]:
@@ -103,14 +103,14 @@ class FracCache(DynamicCache):
         self.forget()
 
     def forget(self) -> None:
-        """Drop all keys and values, and the count of tokens; states stay as they are."""
+        """Drop all keys and values, and the token count; keep the states."""
         for n in self.attention_layers:
             # transformers 5.10 would zero its tensors, and keep their length.
             self.layers[n] = DynamicLayer()
         self.num_tokens, self.real, self.before = 0, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the sequences at `beam_idx`, in that order."""
+        """Select the sequences at `beam_idx`, in that order."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         if self.real is not None:
             self.real = self.real.index_select(0, beam_idx.to(self.real.device))
@@ -125,25 +125,25 @@ class FracCache(DynamicCache):
             return
         for n in self.sliding_layers:
             layer: Any = self.layers[n]
-            # Copies where most goes, whose memory would stay otherwise.
+            # Copy if most is dropped, because a view would keep all the memory.
             for name in ("keys", "values"):
                 rest = getattr(layer, name)[:, :, num - kept :]
                 setattr(layer, name, rest.clone() if 2 * kept < num else rest)
         if self.real is not None and len(self.sliding_layers) == len(self.attention_layers):
             dropped = self.real.shape[1] - kept
-            # Tokens that went while no padding was known were all real.
+            # Without recorded padding, all dropped tokens were real.
             earlier = self.num_tokens - self.real.shape[1]
             before = self.before if self.before is not None else earlier
             self.before = before + self.real[:, :dropped].sum(1)
             self.real = self.real[:, dropped:]
 
     def _num_to_keep(self, num: int) -> int:
-        """Of the columns that sliding layers hold, those with the last W - 1 real tokens."""
+        """Number of sliding columns that contain the last W - 1 real tokens."""
         if self.window is None or num < self.window:
             return num
         if self.real is None:
             return self.window - 1
-        # Looking waits for a GPU: not for every token.
+        # Checking waits for the GPU, so it is not done for every token.
         if num < 2 * self.window:
             return num
         real = self.real[:, -num:]
@@ -152,7 +152,7 @@ class FracCache(DynamicCache):
         return int(num - needed.int().argmax()) if bool(needed.any()) else 0
 
     def unpack(self, cu_seqlens: Tensor) -> None:
-        """Make a batch of the N sequences packed in one row, the shorter ones behind padding."""
+        """Turn N sequences packed in one row into a left-padded batch."""
         ends = cu_seqlens.long()
         begins, ends = ends[:-1, None], ends[1:, None]
         self.num_tokens = int((ends - begins).max())
@@ -167,14 +167,14 @@ class FracCache(DynamicCache):
 
 
 class FracStaticCache(StaticCache):
-    """The cache of `cache_implementation="static"`, with which a compiled model decodes.
+    """The cache of `cache_implementation="static"`, for decoding with a compiled model.
 
-    Other states have a fixed size anyway; attention layers get room for `max_cache_len` tokens, and
-    sliding ones for those of their window. It does not note padding: with some, pass masks of all
-    tokens; with sliding layers it must be on the left.
+    Attention layers get room for `max_cache_len` tokens, and sliding ones for their window; other
+    states have a fixed size anyway. It does not record padding: pass masks that cover all tokens.
+    With sliding layers, padding must be on the left.
 
     Attributes:
-        num_tokens: tokens seen, padding included; a tensor, so that a compiled step can count.
+        num_tokens: tokens seen, including padding; a tensor, so that a compiled step can count.
     """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
@@ -187,14 +187,14 @@ class FracStaticCache(StaticCache):
 
     @property
     def is_sliding(self) -> list[bool | None]:  # pyright: ignore
-        """By layer; None of layers with a state: masks take their size from the first False."""
+        """By layer; None for layers with a state: masks take their size from the first False."""
         return [
             None if hasattr(layer, "recurrent_states") else getattr(layer, "is_sliding", False)
             for layer in self.layers
         ]
 
     def place(self, device: torch.device) -> None:
-        """Count on this device, on which the model runs."""
+        """Move the token count to this device, on which the model runs."""
         if self.num_tokens.device != device:
             self.num_tokens = self.num_tokens.to(device)
             torch._dynamo.mark_static_address(self.num_tokens)
@@ -209,12 +209,12 @@ class FracStaticCache(StaticCache):
         self.num_tokens.zero_()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused, as for `FracCache`."""
+        """Raise an error, as `FracCache` does."""
         raise ValueError(CANNOT_CROP)
 
 
 def _tensor(states: Any) -> Tensor | None:
-    """Releases of transformers keep one tensor, or a dict of several with ours at 0."""
+    """The tensor of a state: some releases of transformers keep it in a dict at 0."""
     return states[0] if isinstance(states, dict) else states
 
 
@@ -224,30 +224,30 @@ def read_state(cache: Cache, layer_idx: int) -> MixerState | None:
     if not cache.has_previous_state(layer_idx):
         return None
     state = MixerState(_tensor(layer.recurrent_states), _tensor(layer.conv_states))  # pyright: ignore
-    # The cache will be overwritten in place, under a graph that still needs these values.
+    # Clone, because the cache is overwritten in place while autograd still needs these values.
     return state.clone() if torch.is_grad_enabled() else state
 
 
 def write_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
-    """Replace the state of a layer, in the same memory once there is some."""
+    """Replace the state of a layer, in the same memory if it exists."""
     layer: Any = cache.layers[layer_idx]
     if cache.has_previous_state(layer_idx) and not getattr(layer, "record_past", False):
         for mine, new in (
             (_tensor(layer.recurrent_states), state.recurrent),
             (_tensor(layer.conv_states), state.conv),
         ):
-            # A step in place has written it already.
+            # An in-place step has already written it.
             if mine is not new:
                 mine.copy_(new)  # pyright: ignore[reportOptionalMemberAccess]
         return
     cache.update_conv_state(state.conv, layer_idx)
-    # transformers 5.10 would make the recurrent state in the dtype of the window.
+    # transformers 5.10 would allocate the recurrent state in the dtype of the window.
     layer.dtype = state.recurrent.dtype
     cache.update_recurrent_state(state.recurrent, layer_idx)
 
 
 def hold_state(cache: Cache, layer_idx: int, state: MixerState) -> None:
-    """Let a layer that has a state hold these very tensors instead, such as views of others."""
+    """Make a layer's state refer to these tensors, such as views of others, without a copy."""
     layer: Any = cache.layers[layer_idx]
     for name, x in (("recurrent_states", state.recurrent), ("conv_states", state.conv)):
         held = getattr(layer, name)

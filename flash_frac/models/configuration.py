@@ -13,6 +13,15 @@ from typing import Any
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.utils import logging
 
+from flash_frac.layers.sizes import (
+    FRAC_EXPAND,
+    NUM_MODES,
+    READ_INIT,
+    TAU_MAX,
+    TAU_MIN,
+    WRITE_INIT,
+    default_num_heads,
+)
 from flash_frac.manifest import MANIFEST
 from flash_frac.models.export import auto_map, write_code
 from flash_frac.models.fields import (
@@ -54,59 +63,63 @@ class FracConfig(PreTrainedConfig):
         vocab_size, hidden_size (E), num_hidden_layers, num_attention_heads (H): sizes.
         intermediate_size: inner width I of the mixer; int(frac_expand * hidden_size) if None.
         frac_head_dim: channels D of a head; I / H if None. H D must be I.
-        hidden_act: "silu", the only one there is.
+        hidden_act: must be "silu".
         max_position_embeddings: length seen in training; nothing in the model depends on it.
         initializer_range: standard deviation of initial weights.
-        rms_norm_eps: of all norms.
+        rms_norm_eps: epsilon of all norms.
         tie_word_embeddings: whether the head shares the embedding.
-        fuse_linear_cross_entropy: in training with labels, compute the loss without the logits of
-            all tokens in memory, and return none.
-        frac_num_modes (M), frac_conv_kernel (K), frac_conv_bias: of the mixer.
+        fuse_linear_cross_entropy: in training with labels, compute the loss without holding all
+            logits in memory, and return no logits.
+        frac_num_modes (M), frac_conv_kernel (K), frac_conv_bias: see `FracMixer`.
         frac_dt_min, frac_dt_max, frac_alpha_min, frac_alpha_max, frac_lambda_min, frac_lambda_max,
-        frac_lambda_map, frac_rho_eps: of `flash_frac.ops.ControlSettings`.
-        frac_tau_min, frac_tau_max: ends of the geometric bank.
-        frac_residual_read_init: p_read at the start; frac_write_scale_init: sigmoid(p_write).
-        frac_dt_init: delta at the start; softplus(0) if None.
-        frac_time_dilation: in training, let time pass up to so many times as fast in a sequence, by
-            a factor drawn log-uniformly for each; 1 for the usual time. What a model learns on
-            short sequences then holds for lags that many times as long (experiments/heavy_tail).
-            Frac and delta layers fade faster by it; attention knows no time and does not change.
+        frac_lambda_map, frac_rho_eps: see `flash_frac.ops.ControlSettings`.
+        frac_tau_min, frac_tau_max: ends of the geometric banks.
+        frac_residual_read_init: initial p_read; frac_write_scale_init: initial sigmoid(p_write).
+        frac_dt_init: initial delta; softplus(0) if None.
+        frac_time_dilation: in training, speed up time in each sequence by a random factor,
+            log-uniform in [1, this value]; 1 turns it off. What a model learns on short sequences
+            then holds for lags up to this many times as long (experiments/heavy_tail). Frac and
+            delta layers fade faster by that factor; attention has no notion of time.
         frac_gate_bias_init: constant added to the gate.
         frac_chunk_size: kept for the published checkpoints; results do not depend on it.
-        frac_bank: "geometric", the name of an optimised bank, or M increasing timescales.
+        frac_bank: "geometric", "per_head" (`flash_frac.theory.head_banks`), the name of an
+            optimised bank, or M increasing timescales.
         frac_prior: "asymptotic" or "exact", see `ControlSettings.prior`.
+        frac_rw_norm: divide the logits of reads and of writes by their rms over the modes of each
+            head, with a learned weight for each mode, like query and key norms of attention.
 
     The paper's ablations, each off by default:
-        frac_alpha_fixed: this alpha everywhere, and no alpha projection ("alpha = 1").
-        frac_read_prior, frac_write_prior: False drops the prior there ("w/o write prior").
+        frac_alpha_fixed: use this alpha everywhere, without an alpha projection ("alpha = 1").
+        frac_read_prior, frac_write_prior: False drops that prior ("w/o write prior").
         frac_rw_normalization: "sigmoid" or "none" instead of "softmax" ("w/o softmax R/W").
-        frac_learned_timescales: free timescales, random at the start ("learned timescales").
+        frac_learned_timescales: learn timescales from random ones ("learned timescales").
         frac_use_D: False drops the direct term ("w/o D").
-        frac_beta: "exact_zoh" for (1 - rho) / lambda instead of "one_minus_rho".
+        frac_beta: "exact_zoh" for (1 - rho) / lambda, or "equal_variance" for sqrt(1 - rho^2),
+            instead of "one_minus_rho"; see docs/maths.md.
     "Pure multiscale bank" is frac_alpha_fixed=1, both priors False and frac_learned_timescales.
 
-    Mixed models, in which layers have other mixers than Frac (docs/mixed.md):
-        mixer_types: one of "frac", "delta", "attention" and "sliding_attention" for each layer, or
-            a shorter pattern that repeats; all "frac" if None. Stored with one for each layer.
-        attention_layers: older name, still read: numbers from 0 of attention layers, the others
-            being Frac; each with an MLP of 3 hidden_size.
-        mlp_intermediate_size: width of the SwiGLU MLP after the mixer of every block; None for
-            none, as published.
-        attention_intermediate_size: the same for attention layers alone, if it differs.
+    Mixed models, in which some layers have other mixers than Frac (docs/mixed.md):
+        mixer_types: "frac", "delta", "attention" or "sliding_attention" for each layer, or a
+            shorter pattern that repeats; all "frac" if None. Saved with one entry per layer.
+        attention_layers: older name, still read: indices of attention layers, from 0; the others
+            are Frac. Each attention layer has an MLP of width 3 hidden_size.
+        mlp_intermediate_size: width of the SwiGLU MLP after the mixer of every block; None for no
+            MLP, as published.
+        attention_intermediate_size: width of that MLP in attention layers, if it differs.
         attention_head_dim: channels of an attention head; hidden_size / num_attention_heads if
             None. There are num_attention_heads of them.
-        attention_key_value_heads: heads of keys and values; num_attention_heads if None.
+        attention_key_value_heads: key and value heads; num_attention_heads if None.
         attention_positions: "rope", or "none": attention then learns order from the other layers,
-            and reaches beyond the length of training.
+            and works beyond the training length.
         attention_rope_parameters: as `rope_parameters` of Qwen3Config; a rope_theta of 1e6 if None.
-        attention_temperature_length, attention_temperature_slope: queries of full attention that
-            see n tokens, more than this length n0, are multiplied by 1 + slope log(n / n0), which
-            keeps attention sharp there; off if None. By default slope is 1 / log(n0), so that the
-            factor is log(n) / log(n0).
-        sliding_window: tokens that sliding_attention layers see, each token itself included.
+        attention_temperature_length, attention_temperature_slope: full-attention queries that see
+            n > n0 tokens, with n0 this length, are multiplied by 1 + slope log(n / n0), which keeps
+            attention sharp; off if None. The default slope is 1 / log(n0), so the factor is
+            log(n) / log(n0).
+        sliding_window: tokens that sliding_attention layers see, including the query itself.
         attention_bias, attention_dropout: as in Qwen3Config.
-        delta_num_heads, delta_head_dim (K), delta_expand_v, delta_conv_kernel: of delta layers:
-            num_attention_heads, 3 hidden_size / (4 heads), value channels 2 K, 4 taps by default.
+        delta_num_heads, delta_head_dim (K), delta_expand_v, delta_conv_kernel: sizes of delta
+            layers; by default num_attention_heads, 3 hidden_size / (4 heads), 2 and 4.
 
     Example:
         >>> config = FracConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
@@ -116,9 +129,9 @@ class FracConfig(PreTrainedConfig):
     """
 
     model_type = "frac"
-    # A list, to which Trainer adds one of its own.
+    # A list, because Trainer appends to it.
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-    # Names of fields in older checkpoints, which __post_init__ turns into others.
+    # Field names of older checkpoints, which __post_init__ translates.
     older_names = ("attention_layers",)
 
     vocab_size: int = 32000
@@ -136,8 +149,8 @@ class FracConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
     fuse_linear_cross_entropy: bool = False
-    frac_expand: float = 2.0
-    frac_num_modes: int = 8
+    frac_expand: float = FRAC_EXPAND
+    frac_num_modes: int = NUM_MODES
     frac_conv_kernel: int = 4
     frac_conv_bias: bool = True
     frac_head_dim: int | None = None
@@ -149,16 +162,17 @@ class FracConfig(PreTrainedConfig):
     frac_lambda_max: float = ControlSettings.lambda_max
     frac_lambda_map: str = ControlSettings.lambda_map
     frac_rho_eps: float = ControlSettings.rho_eps
-    frac_tau_min: float = 1.0
-    frac_tau_max: float = 65536.0
-    frac_residual_read_init: float = -2.0
-    frac_write_scale_init: float = 0.25
+    frac_tau_min: float = TAU_MIN
+    frac_tau_max: float = TAU_MAX
+    frac_residual_read_init: float = READ_INIT
+    frac_write_scale_init: float = WRITE_INIT
     frac_dt_init: float | None = None
     frac_time_dilation: float = 1.0
     frac_gate_bias_init: float = 0.0
     frac_chunk_size: int = 32
     frac_bank: str | list[float] = "geometric"
     frac_prior: str = ControlSettings.prior
+    frac_rw_norm: bool = False
     frac_alpha_fixed: float | None = ControlSettings.alpha_fixed
     frac_read_prior: bool = ControlSettings.read_prior
     frac_write_prior: bool = ControlSettings.write_prior
@@ -206,7 +220,7 @@ class FracConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _set_mixers(self, attention_layers: list[int] | None) -> None:
-        """One type for each layer, and fields that fit them."""
+        """Set one mixer type for each layer, and the fields that depend on them."""
         if self.mixer_types is None and attention_layers:
             width = self.attention_intermediate_size or MLP_EXPAND * self.hidden_size
             self.attention_intermediate_size = width
@@ -221,12 +235,11 @@ class FracConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As for every configuration; `kwargs` that are fields are checked like those of a file.
 
-        A name in the file that looks like none of ours, or like one that is there too, is kept,
-        with a warning: other tools leave their notes there. Everything that `from_pretrained` reads
-        comes through here.
+        An unknown name in the file is kept with a warning, because other tools store notes there,
+        unless it looks like a field of ours that is missing. `from_pretrained` always calls this.
         """
         foreign = {name: config_dict[name] for name in unknown_names(config_dict, cls)}
-        # Names of transformers' own loading are not ours to know: only a near miss is refused.
+        # transformers' loading accepts names that we cannot list, so reject only likely typos.
         missing = [name for name in own_fields(cls) if name not in config_dict]
         for names, fields, cutoff in (
             (foreign, missing, 0.8),
@@ -235,13 +248,13 @@ class FracConfig(PreTrainedConfig):
             for name in names:
                 if name.startswith("frac_") or nearest(name, fields, cutoff):
                     check_names([name], cls)
-        # Set one by one on a finished configuration, they would not be checked, and what follows
-        # from them would stay as it was.
+        # Set one by one on a finished configuration, they would not be checked, and dependent
+        # fields would not be updated.
         own = {name: value for name, value in kwargs.items() if name in own_fields(cls)}
         stated = config_dict.get("intermediate_size")
         if "frac_expand" in own and "intermediate_size" not in own and stated is not None:
             raise ValueError(
-                f"frac_expand has no effect where intermediate_size is stated, here {stated}: "
+                f"frac_expand has no effect if intermediate_size is given, here {stated}: "
                 "change intermediate_size instead"
             )
         if "mixer_types" not in own:
@@ -252,7 +265,7 @@ class FracConfig(PreTrainedConfig):
         result = super().from_dict({**known, **own}, **rest)
         config = result[0] if isinstance(result, tuple) else result
         for name, value in foreign.items():
-            logger.warning(f"FracConfig has no field {name}; it is kept and changes nothing.")
+            logger.warning(f"FracConfig has no field {name}; it is kept and has no effect.")
             setattr(config, name, value)
         return result
 
@@ -263,9 +276,11 @@ class FracConfig(PreTrainedConfig):
             self.frac_head_dim,
         )
         if head_dim is None or inner != heads * head_dim:
+            fitting = default_num_heads(self.hidden_size)
+            hint = "" if (inner or 0) % fitting else f"; num_attention_heads={fitting} fits"
             raise ValueError(
                 f"intermediate_size ({inner}) must be num_attention_heads ({heads}) times "
-                f"frac_head_dim ({head_dim})"
+                f"frac_head_dim ({head_dim}){hint}"
             )
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act must be 'silu', got {self.hidden_act!r}")
@@ -287,12 +302,13 @@ class FracConfig(PreTrainedConfig):
             )
         try:
             self.control_settings()
-            resolve_bank(self.frac_bank, self.frac_num_modes, self.frac_tau_min, self.frac_tau_max)
+            ends = (self.frac_tau_min, self.frac_tau_max)
+            resolve_bank(self.frac_bank, self.frac_num_modes, *ends, self.num_attention_heads)
         except ValueError as error:
             raise ValueError(f"invalid FracConfig, in a frac_* field: {error}") from error
 
     def control_settings(self) -> ControlSettings:
-        """The ranges and switches of the controls."""
+        """Ranges and switches of the controls."""
         return ControlSettings(
             dt_min=self.frac_dt_min,
             dt_max=self.frac_dt_max,
@@ -329,7 +345,7 @@ class FracConfig(PreTrainedConfig):
             rope_parameters={"rope_type": "default", "rope_theta": 1e6} | (rope or {}),
             attention_bias=self.attention_bias,
             attention_dropout=self.attention_dropout,
-            # Qwen3 knows no other layers; those of ours between them are never asked for.
+            # Qwen3 has no other layer types; entries of our other layers are never used.
             layer_types=[names.get(name, name) for name in self.layer_types],
             use_sliding_window=self.sliding_window is not None,
             sliding_window=self.sliding_window,
@@ -343,9 +359,9 @@ class FracConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As for every configuration, with the file by which `trust_remote_code=True` finds us."""
+        """As for every configuration, plus the file that `trust_remote_code=True` imports."""
         self.auto_map = auto_map()
-        # It lists what was in the folder before.
+        # The manifest lists the folder's previous files.
         (Path(save_directory) / MANIFEST).unlink(missing_ok=True)
         super().save_pretrained(save_directory)
         write_code(save_directory)
@@ -354,14 +370,14 @@ class FracConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do: transformers would copy our source files into every checkpoint."""
+        """Do nothing: transformers would copy our source files into every checkpoint."""
 
     @property
     def attention_layers(self) -> list[int]:
-        """Numbers of the layers of attention, full or sliding."""
+        """Indices of attention layers, full or sliding."""
         return [n for n, name in enumerate(self.mixer_types or []) if name in ATTENTION]
 
     @property
     def layer_types(self) -> list[str]:
-        """By Hugging Face's names; frac and delta states have a fixed size, as linear attention."""
+        """Hugging Face's layer types; frac and delta count as linear attention (fixed state)."""
         return [LAYER_TYPES[name] for name in self.mixer_types or []]

@@ -1,6 +1,6 @@
-"""Attention over rows that several ranks share: positions and masks of this rank's slice.
+"""Context-parallel attention: positions and masks of this rank's slice of a row.
 
-Keys and values of the ranks before come by one exchange a layer, see
+Keys and values of earlier ranks come in one exchange per layer, see
 `flash_frac.ops.context_parallel`.
 Letters: B batch, T time (of a slice), P tokens before it in the row, W window of sliding attention.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class ContextAttentionInputs(AttentionInputs):
-    """What attention layers need to know of the slice that this rank holds.
+    """Inputs of attention layers for the slice of this rank.
 
     Args:
         group: the ranks that share the row.
-        cu_seqlens: bounds of the sequences of this slice; the first one continues that of the rank
-            before, and may be empty.
-        cache: empty; takes the keys and values of this slice and of all before it.
+        cu_seqlens: boundaries of the sequences of this slice; the first one continues the last one
+            of the previous rank, and may be empty.
+        cache: empty; receives the keys and values of this slice and all earlier ones.
         The rest as in `AttentionInputs`.
     """
 
@@ -52,7 +52,7 @@ class ContextAttentionInputs(AttentionInputs):
         if cache is not None and cache.get_seq_length():
             raise ValueError(
                 "past_key_values must be empty with a context_group: a slice continues that of "
-                "the rank before; call set_context_group(None) to continue from a cache"
+                "the previous rank; call set_context_group(None) to continue from a cache"
             )
         super().__init__(config, hidden_states, None, cache, cu_seqlens)
         self.group = group
@@ -63,7 +63,7 @@ class ContextAttentionInputs(AttentionInputs):
         first = token < (self.num_tokens if cu_seqlens is None else cu_seqlens[1].to(token))
         self.position_ids = self.position_ids + first * (self.offset - self.begin)
         column = torch.arange(self.offset, device=hidden_states.device)
-        # Tokens of earlier documents get positions that fit none of this slice.
+        # Tokens of earlier documents get positions that match no token of this slice.
         before = torch.where(column < self.begin, column + 1, column - self.begin)
         self._positions = torch.cat([before[None], self.position_ids], 1)
 
@@ -79,13 +79,13 @@ class ContextAttentionInputs(AttentionInputs):
         return {name: {**inputs, "gather": self._gather} for name, inputs in found.items()}
 
     def _gather(self, x: Tensor, window: int | None) -> Tensor:
-        """x (B, heads, T, channels) behind the tokens before that `_held` counts."""
+        """x (B, heads, T, channels), preceded by the earlier tokens that `_held` counts."""
         whole = with_tokens_before(x, self.lengths, group=self.group)
         return whole[:, :, self.offset - self._held(window) :]
 
     def _held(self, window: int | None) -> int:
-        """How many of the P tokens before the slice are handed to a layer."""
-        # A cache of packed rows takes them all, because documents are cut out of them.
+        """How many of the P tokens before the slice a layer gets."""
+        # A cache of packed rows needs all of them, because documents are cut out of it.
         if window is None or (self.cache is not None and self.cu_seqlens is not None):
             return self.offset
         return min(self.offset, window - 1)
@@ -93,7 +93,7 @@ class ContextAttentionInputs(AttentionInputs):
     def _full_mask(self, config: Qwen3Config) -> Any:
         num = self.offset + self.num_tokens
         if self.cu_seqlens is None and self.offset and config._attn_implementation == "sdpa":
-            # Not T (P + T) numbers: long rows are what the ranks are for.
+            # Avoid a T (P + T) mask, because context parallelism is for long rows.
             return causal_lower_right(self.num_tokens, num)
         return self._mask_by_hand(config._attn_implementation or "eager", num, num)
 
@@ -104,7 +104,7 @@ class ContextAttentionInputs(AttentionInputs):
         return self._mask_by_hand(config._attn_implementation or "eager", num, window)
 
     def remember(self) -> None:
-        """Note in the cache what it holds: the tokens of the ranks before, too."""
+        """Record in the cache what it holds, including tokens of earlier ranks."""
         if not isinstance(self.cache, FracCache):
             return
         self.cache.count(self.offset)

@@ -1,4 +1,4 @@
-"""Eval mode for a while."""
+"""Temporary eval mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every module has the mode it had.
+    """Eval mode without gradients; afterwards every module's mode is restored.
 
     Example: `with evaluating(model): logits = model(ids).logits`
     """

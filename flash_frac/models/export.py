@@ -1,8 +1,8 @@
-"""Checkpoints that plain transformers loads by itself, if flash-frac is installed.
+"""Checkpoints that plain transformers can load if flash-frac is installed.
 
-Every configuration that is saved names the classes of its model in `auto_map`, and a file next to
-it imports them. Whatever passes `trust_remote_code=True` finds them there, in any release of
-transformers and without importing flash_frac first.
+Every saved configuration names its model's classes in `auto_map`, and a file next to it imports
+them. So `trust_remote_code=True` finds them in any release of transformers, without importing
+flash_frac first.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ AUTO_MAP = {
 }
 CODE = f'''"""The classes of this checkpoint, from flash-frac, which must be installed."""
 
-from flash_frac.models import {", ".join(AUTO_MAP.values())}  # noqa: F401
+from flash_frac.models import {", ".join(sorted(AUTO_MAP.values()))}  # noqa: F401
 '''
-# Files of a training run's checkpoints: large, pickled, and those of other trainers hold tokens.
+# Training files of a checkpoint: large, pickled, and other trainers store access tokens in them.
 _OF_TRAINING = ("training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 
 
 def auto_map() -> dict[str, str]:
-    """Names of the classes, as `auto_map` of a configuration has them."""
+    """Class names in the format of a configuration's `auto_map`."""
     return {auto: f"{MODULE}.{name}" for auto, name in AUTO_MAP.items()}
 
 
@@ -43,13 +43,13 @@ def write_code(folder: str | os.PathLike) -> None:
 def export(checkpoint: str | Path, folder: str | Path) -> Path:
     """Copy a checkpoint to a new folder, for `transformers serve --trust-remote-code`.
 
-    The server asks for more than `auto_map`: it looks the name of the model's class up among those
-    of transformers. The copy also gives a checkpoint that others have written its `auto_map`, and
-    leaves out the files from which only training resumes.
+    The server needs more than `auto_map`: it looks up the model's class name in transformers. The
+    copy also adds `auto_map` to a checkpoint written by other tools, and leaves out files that are
+    only needed to resume training.
 
     Args:
         checkpoint: a folder with a Frac model.
-        folder: where the copy goes; it must not exist.
+        folder: target of the copy; it must not exist.
 
     Example: `export("my-frac", "my-frac-portable")`
     """
@@ -66,7 +66,7 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     verified = (source / MANIFEST).exists()
     if verified:
         check_manifest(source)
-    # An automatic class is what transformers has under a name; it then asks auto_map.
+    # transformers finds an Auto class under this name, which then reads auto_map.
     config["architectures"] = ["AutoModelForCausalLM"]
     config["auto_map"] = auto_map()
     with drafted(target, folder_size(source)) as draft:

@@ -1,4 +1,4 @@
-"""Names, types and ranges of a configuration's fields: a wrong one must not build another model."""
+"""Check names, types and ranges of configuration fields: a mistake must not build another model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-# What other model families call a field of ours.
+# Names of our fields in other model families.
 _ALIASES = {
     "d_model": "hidden_size",
     "n_embd": "hidden_size",
@@ -26,8 +26,8 @@ _ALIASES = {
     "rope_scaling": "attention_rope_parameters",
     "rope_parameters": "attention_rope_parameters",
 }
-# Names that transformers takes or writes, of this major release and the one before, apart from the
-# fields of its base class and settings of generation.
+# Names that transformers reads or writes, in this and the previous major release, apart from the
+# fields of its base class and generation settings.
 _OF_TRANSFORMERS = {
     "add_cross_attention", "attn_implementation", "auto_map", "cross_attention_hidden_size",
     "decoder_start_token_id", "experts_implementation", "finetuning_task", "is_decoder",
@@ -74,9 +74,9 @@ _WORDS: dict[Any, str] = {
 
 
 def unknown_names(names: Iterable[str], config_class: type[PreTrainedConfig]) -> list[str]:
-    """Those that are neither fields of a configuration nor names that transformers uses.
+    """Names that are neither fields of a configuration nor used by transformers.
 
-    Private names (_name_or_path) are notes of whoever wrote the file.
+    Private names (_name_or_path) are notes of the tool that wrote the file.
     """
     known = {field.name for field in fields(config_class)} | _OF_TRANSFORMERS
     known |= {*vars(GenerationConfig()), *getattr(config_class, "older_names", ())}
@@ -84,14 +84,14 @@ def unknown_names(names: Iterable[str], config_class: type[PreTrainedConfig]) ->
 
 
 def own_fields(config_class: type[PreTrainedConfig]) -> list[str]:
-    """The fields that a configuration adds to those of its base class, older names included."""
+    """The fields that a configuration adds to its base class, including older names."""
     common = {field.name for field in fields(PreTrainedConfig)}
     added = [field.name for field in fields(config_class) if field.name not in common]
     return [*added, *getattr(config_class, "older_names", ())]
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is meant, if one is close enough.
+    """The closest known name, if one is close enough.
 
     Example: `nearest("frac_nummodes", ["frac_num_modes"]) == "frac_num_modes"`
     """
@@ -111,7 +111,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def check_names(names: Iterable[str], config_class: type[PreTrainedConfig]) -> None:
-    """ValueError for the first unknown name, with the field that may be meant.
+    """Raise a ValueError for the first unknown name, with a suggestion.
 
     Example: `check_names(["d_model"], FracConfig)`
     """
@@ -122,7 +122,7 @@ def check_names(names: Iterable[str], config_class: type[PreTrainedConfig]) -> N
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """ValueError that names the first value which its annotation does not allow.
+    """Raise a ValueError that names the first value of a wrong type.
 
     Example: `check_types({"frac_num_modes": "8"}, {"frac_num_modes": int})`
     """
@@ -134,7 +134,7 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """ValueError that names the first value which makes no sense; None is left to `check_types`.
+    """Raise a ValueError that names the first value out of range; `check_types` handles None.
 
     Example: `check_ranges({"rms_norm_eps": 1e-6})`
     """
@@ -148,7 +148,7 @@ def check_ranges(values: Mapping[str, Any]) -> None:
 
 
 def check_special_tokens(values: Mapping[str, Any]) -> None:
-    """ValueError that names the first special token which is not in the vocabulary.
+    """Raise a ValueError that names the first special token outside the vocabulary.
 
     Example: `check_special_tokens({"vocab_size": 259, "pad_token_id": 0})`
     """
@@ -167,6 +167,6 @@ def _fits(value: Any, hint: Any) -> bool:
         (kind,) = get_args(hint)
         return isinstance(value, list | tuple | range) and all(_fits(x, kind) for x in value)
     if hint is float:
-        # A configuration is JSON, which has no NaN; and nothing here may be infinite.
+        # A configuration is JSON, which has no NaN, and no field may be infinite.
         return isinstance(value, int | float) and math.isfinite(value)
     return isinstance(value, get_origin(hint) or hint)

@@ -1,7 +1,7 @@
-"""What `generate` and `generate_batch` ask of a Frac model: a cache, masks for it, and tokens.
+"""Support for `generate` and `generate_batch`: caches, masks and decoding.
 
-On a GPU, tokens of plain calls come from `inference.routing`, and those of many requests from an
-engine. Both stand above the models: they are imported when they are asked for.
+On a GPU, `inference.routing` decodes plain calls, and an engine decodes many requests. Both are
+layers above the models, so they are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flash_frac.models.configuration import FracConfig
 
 logger = logging.get_logger(__name__)
 
-# What `inference.routing` keeps from call to call, by model. Not in the model, so that copies and
-# files of it have nothing of this.
+# What `inference.routing` keeps between calls, by model. It is not stored in the model, so that
+# copies and files of the model do not include it.
 KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -37,7 +37,7 @@ class FracGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """A cache that counts its tokens, unless the caller brings one or wants none."""
+        """Create a cache that counts its tokens, unless the caller passes one or wants none."""
         if generation_config.is_assistant:
             raise ValueError(f"a Frac model cannot be an assistant_model: {CANNOT_CROP}")
         cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
@@ -48,8 +48,8 @@ class FracGenerationMixin(GenerationMixin):
             )
         if cache is not None and wanted is not None:
             raise ValueError(
-                f"cache_implementation ({wanted!r}) and past_key_values exclude each other; pass "
-                "one of them"
+                f"cache_implementation ({wanted!r}) and past_key_values cannot be combined; "
+                "pass one"
             )
         if cache is not None or generation_config.use_cache is False:
             return
@@ -66,12 +66,12 @@ class FracGenerationMixin(GenerationMixin):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """A manager of many requests at once, with the methods of transformers' own.
+        """A manager for continuous batching, with the methods of transformers' own.
 
         Args:
-            generation_config: how tokens are chosen; by default that of the model.
-            continuous_batching_config: transformers' own; its options of pages must not be set.
-            workload_hints: how many requests come, and how long they are.
+            generation_config: sampling settings; by default the model's.
+            continuous_batching_config: transformers' own; its paging options must not be set.
+            workload_hints: expected number and length of requests.
 
         Example: `manager = model.init_continuous_batching(); manager.start()`
         """
@@ -80,7 +80,7 @@ class FracGenerationMixin(GenerationMixin):
         return make_manager(self, generation_config, continuous_batching_config, workload_hints)
 
     def destroy_cached_continuous_batching_manager(self) -> None:
-        """End the manager that was kept for another session, if there is one."""
+        """Stop the manager that was kept for the next session, if there is one."""
         kept = self.__dict__.pop("_cached_continuous_batching_manager", None)
         if kept is not None:
             kept.destroy()
@@ -95,7 +95,7 @@ class FracGenerationMixin(GenerationMixin):
         config: FracConfig = self.config  # pyright: ignore[reportAttributeAccessIssue]
         if implementation not in ALL_STATIC_CACHE_IMPLEMENTATIONS:
             return FracCache(config)
-        # Never shorter than the last one, whose compiled code then serves again.
+        # At least as long as the last one, so that its compiled code is reused.
         self._static_length = max(max_length, getattr(self, "_static_length", 0))
         return FracStaticCache(config, self._static_length)
 
@@ -109,9 +109,9 @@ class FracGenerationMixin(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """The loop of greedy and sampling calls, for which `generate` has prepared everything.
+        """The decoding loop of greedy and sampling calls, after `generate` has prepared the inputs.
 
-        It is run on a `Generator` where that gives the same, see `inference.routing`.
+        It runs on a `Generator` where the result is the same, see `inference.routing`.
         """
         from flash_frac.inference.routing import Call, generate
 
@@ -147,10 +147,10 @@ class FracGenerationMixin(GenerationMixin):
         position_ids: Tensor | None = None,
         **unused: Any,
     ) -> dict[str, Tensor | None]:
-        """Masks by type of layer, for a static cache: those of one token have a fixed shape."""
+        """Masks by type of layer for a static cache; the mask of one token has a fixed shape."""
         num_tokens = inputs_embeds.shape[1]
         masks: dict[str, Tensor | None] = {"linear_attention": None}
-        # A token that was just generated is no padding.
+        # A token that was just generated is not padding.
         if attention_mask is not None and num_tokens > 1:
             check_static_padding(config, attention_mask)
             masks["linear_attention"] = attention_mask[:, -num_tokens:]

@@ -1,4 +1,4 @@
-"""What callers pass to a Frac model, checked and completed.
+"""Check and complete the inputs of a Frac model.
 
 Letters: B batch, T time, E width, N sequences (B, or those packed in a row).
 """
@@ -15,9 +15,9 @@ from transformers import Cache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.fields import nearest
 
-# Arguments of every model in transformers that change nothing here: the longest packed sequence,
-# the positions of the cache (which counts for itself), segments of a text, and those of `generate`
-# that it hands on to the model.
+# Arguments of transformers' models that have no effect here: the longest packed sequence, cache
+# positions (our cache counts by itself), text segments, and arguments that `generate` passes on to
+# the model.
 UNUSED = (
     "max_length_q",
     "max_length_k",
@@ -26,14 +26,14 @@ UNUSED = (
     "tokenizer",
     "assistant_tokenizer",
 )
-# How transformers and TRL say where packed sequences begin, see `boundaries`.
+# How transformers and TRL mark the starts of packed sequences, see `boundaries`.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-# Of the loss.
+# Arguments of the loss.
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 def check_names(names: Iterable[str], known: Iterable[str]) -> None:
-    """TypeError for an argument that nobody knows, with the nearest name that somebody does."""
+    """Raise a TypeError for an unknown argument, with the closest known name."""
     known = {*known, *UNUSED, *PACKING, *LOSS}
     for name in names:
         if name not in known:
@@ -45,9 +45,9 @@ def check_names(names: Iterable[str], known: Iterable[str]) -> None:
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, config: FracConfig
 ) -> None:
-    """ValueError unless exactly one of the two is there, is not empty, and fits the model.
+    """Raise a ValueError unless exactly one of the two is given, is not empty and fits the model.
 
-    Token ids are compared with the vocabulary on the CPU only: elsewhere it would stall the device.
+    Token ids are checked against the vocabulary only on a CPU: on a GPU the check would stall it.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
@@ -65,19 +65,38 @@ def check_inputs(
         raise ValueError(f"{name} must have shape {expected}, got {tuple(inputs.shape)}")
     if inputs.numel() == 0:
         raise ValueError(f"{name} must hold at least one token, got shape {tuple(inputs.shape)}")
+    if input_ids is not None and input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids must be torch.int64 or torch.int32, got {input_ids.dtype}; use .long()"
+        )
     if input_ids is None or input_ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
     low, high = (int(x) for x in input_ids.aminmax())
     if low < 0 or high >= config.vocab_size:
         raise ValueError(
-            f"input_ids must be in [0, {config.vocab_size}), the vocabulary, got {low} to {high}"
+            f"input_ids must be in [0, {config.vocab_size}), got ids from {low} to {high}; the "
+            f"vocabulary has {config.vocab_size}"
+        )
+
+
+def check_labels(
+    labels: Tensor | None, input_ids: Tensor | None, inputs_embeds: Tensor | None
+) -> None:
+    """Raise a ValueError unless there is one label, an integer, for each token."""
+    inputs = inputs_embeds if input_ids is None else input_ids
+    if labels is None or inputs is None:
+        return
+    if labels.shape != inputs.shape[:2] or labels.is_floating_point():
+        raise ValueError(
+            f"labels must be integers of shape {tuple(inputs.shape[:2])}, like the tokens, got "
+            f"{labels.dtype} of shape {tuple(labels.shape)}"
         )
 
 
 def local_mask(
     attention_mask: Tensor | None, hidden_states: Tensor, past_key_values: Cache | None
 ) -> Tensor | None:
-    """The part (B, T) of the mask that belongs to these tokens; ValueError if it does not fit."""
+    """The part (B, T) of the mask for the new tokens; ValueError if the mask does not fit."""
     if attention_mask is None:
         return None
     batch, num_tokens = hidden_states.shape[:2]
@@ -89,28 +108,28 @@ def local_mask(
     if not fits:
         expected = f"({batch}, {num_tokens})"
         if past_key_values is not None:
-            expected += f" or, with the tokens before, ({batch}, past + {num_tokens})"
+            expected += f" or, with earlier tokens, ({batch}, past + {num_tokens})"
         raise ValueError(
             f"attention_mask must have shape {expected}, got {tuple(attention_mask.shape)}"
         )
     mask = attention_mask[:, attention_mask.shape[1] - num_tokens :]
-    # Without padding the mask costs a reordering that changes nothing. Looking waits for a GPU:
-    # once a forward pass over many tokens, but not for each token that is decoded.
+    # A mask without padding costs a useless reordering. Checking it waits for the GPU, so it is
+    # done once per pass over many tokens, but not for each decoded token.
     on_cpu = mask.device.type == "cpu"
     if torch.compiler.is_compiling() or not (on_cpu or num_tokens > 1):
         return mask
     if not on_cpu and torch.cuda.is_current_stream_capturing():
         return mask
-    # A mask that was on the CPU is looked at there, and moves without a wait.
+    # A mask on the CPU is checked there and moves asynchronously.
     device = hidden_states.device
     return None if bool((mask != 0).all()) else mask.to(device, non_blocking=True)
 
 
 def wants_attentions(asked: bool | None, config: FracConfig, masks: object) -> bool:
-    """Whether to return attention weights; ValueError if there are none to return.
+    """Whether to return attention weights; ValueError if there are none.
 
     Args:
-        masks: what came as attention_mask; a dict has been prepared for one implementation.
+        masks: the attention_mask argument; a dict was prepared for one implementation.
     """
     wanted = config.output_attentions if asked is None else asked
     if wanted and not config.attention_layers:
@@ -127,7 +146,7 @@ def wants_attentions(asked: bool | None, config: FracConfig, masks: object) -> b
 
 
 def random_elapsed(hidden_states: Tensor, cu_seqlens: Tensor | None, dilation: float) -> Tensor:
-    """Times (B, T) before each token, equal in a sequence, log-uniform in [1, dilation]."""
+    """Times (B, T) before each token, constant in a sequence, log-uniform in [1, dilation]."""
     batch, num_tokens = hidden_states.shape[:2]
     num = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     times = torch.exp(math.log(dilation) * torch.rand(num, device=hidden_states.device))

@@ -1,7 +1,7 @@
-"""Lanes: rows that go on from batch to batch, for truncated back-propagation through time.
+"""Lanes: rows that continue from batch to batch, for truncated backpropagation through time.
 
-A batch of b lanes, T tokens of each, is one packed row of b T tokens. The first sequence of a lane
-continues its last one of the batch before, and is empty where a document begins with the lane.
+A batch of b lanes of T tokens is one packed row of b T tokens. The first sequence of a lane
+continues its last one in the previous batch; it is empty if the lane starts with a new document.
 Frac and delta layers carry their states. Sliding attention carries the keys and values of the last
 W - 1 tokens of each lane, in tensors of fixed size.
 Letters: b lanes, T tokens of a lane, W window, N sequences of the row.
@@ -24,12 +24,12 @@ from flash_frac.models.configuration import FracConfig
 
 @dataclass(frozen=True)
 class LaneWindows:
-    """What the sliding layers of a model remember of each lane.
+    """The windows of a model's sliding layers for each lane.
 
     Attributes:
         real: (b, W - 1), whether a token belongs to the lane's last document.
-        seen: (b,), tokens of that document so far.
-        layers: by number of the layer, keys and values (b, heads, W - 1, channels).
+        seen: (b,), number of tokens of that document so far.
+        layers: by layer index, keys and values (b, heads, W - 1, channels).
     """
 
     real: Tensor
@@ -37,7 +37,7 @@ class LaneWindows:
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def detach(self) -> LaneWindows:
-        """The same values, cut off from the graph that made them."""
+        """The same values, detached from the autograd graph."""
         layers = {n: (keys.detach(), values.detach()) for n, (keys, values) in self.layers.items()}
         return LaneWindows(self.real, self.seen, layers)
 
@@ -46,12 +46,12 @@ class LaneCache(FracCache):
     """The states of the N sequences of a row, and the windows of its b lanes.
 
     Args:
-        config: of a model without full attention.
-        first_sequence: (b,), number of the first sequence of each lane.
-        windows: before the row; None if no lane has read anything.
+        config: configuration of a model without full attention.
+        first_sequence: (b,), index of the first sequence of each lane.
+        windows: windows before the row; None at the start.
 
     Attributes:
-        windows_after: after the row, once a model with sliding layers has read it.
+        windows_after: windows after a model with sliding layers has read the row.
     """
 
     def __init__(
@@ -69,27 +69,27 @@ class LaneCache(FracCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, heads, W - 1 + T, channels), those before the row first."""
+        """Keys and values (b, heads, W - 1 + T, channels), starting with those before the row."""
         new, length = (key_states, value_states), self.windows.real.shape[1]
         before = self.windows.layers.get(layer_idx)
         if before is None:
             before = [x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in new]
         keys, values = (torch.cat([old, x], 2) for old, x in zip(before, new, strict=True))
         start = keys.shape[2] - length
-        # Copies, which do not keep the memory of the whole row.
+        # Copy, because a view would keep the memory of the whole row.
         self._updated[layer_idx] = (keys[:, :, start:].clone(), values[:, :, start:].clone())
         return keys, values
 
     def remember(self, real: Tensor, seen: Tensor) -> None:
-        """Note what is real and seen after the row, with the keys and values of `update`."""
+        """Record `real` and `seen` after the row, with the keys and values of `update`."""
         self.windows_after = LaneWindows(real, seen, self._updated)
 
 
 class LaneAttentionInputs(AttentionInputs):
-    """What sliding layers need to know of a row of lanes, which they read as a batch of b.
+    """Inputs of sliding layers for a row of lanes, which they read as a batch of b.
 
     Args:
-        cache: with the windows before the row.
+        cache: holds the windows before the row.
         cu_seqlens: (N + 1,) boundaries of the sequences of the row.
         The rest as in `AttentionInputs`.
     """
@@ -128,7 +128,7 @@ class LaneAttentionInputs(AttentionInputs):
         raise ValueError("lanes cannot be carried through full attention, which needs all tokens")
 
     def _sliding_mask(self, config: Qwen3Config) -> Tensor:
-        """(b, 1, T, W - 1 + T): the window, the document, and not what was before the first."""
+        """(b, 1, T, W - 1 + T), True for keys in the window and in the query's document."""
         implementation, window = config._attn_implementation or "eager", config.sliding_window
         if implementation not in ("sdpa", "eager"):
             raise ValueError(
@@ -143,7 +143,7 @@ class LaneAttentionInputs(AttentionInputs):
         return as_mask(visible, implementation, self.hidden_states.dtype)
 
     def remember(self) -> None:
-        """Note in the cache what the lanes end with."""
+        """Record the ends of the lanes in the cache."""
         column = torch.arange(self._real.shape[1], device=self._real.device)
         real = self._real & (column >= self._begin[:, -1:])
         self.lanes.remember(real[:, self.num_tokens :], self.position_ids[:, -1] + 1)

@@ -1,4 +1,4 @@
-"""Which mixer each layer of a model has, and whether the fields of attention and delta layers fit.
+"""Determine the mixer of each layer, and check the fields of attention and delta layers.
 
 Letters: E hidden_size, K key channels of a delta head.
 """
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 ATTENTION = ("attention", "sliding_attention")
 MIXER_TYPES = ("frac", "delta", *ATTENTION)
-# What transformers calls a layer of each type; frac and delta states have a fixed size.
+# transformers' name for each layer type; frac and delta states have a fixed size.
 LAYER_TYPES = {
     "frac": "linear_attention",
     "delta": "linear_attention",
     "attention": "full_attention",
     "sliding_attention": "sliding_attention",
 }
-# In a Qwen3 of 0.6B and 1.7B, and in attention layers given as `attention_layers`.
+# MLP width / hidden_size in Qwen3 0.6B and 1.7B, and in layers given as `attention_layers`.
 MLP_EXPAND = 3
 
 
 def mixer_types_of(
     types: Sequence[str] | None, attention_layers: Sequence[int] | None, count: int
 ) -> list[str]:
-    """One type for each of `count` layers; ValueError if that is not what the fields say.
+    """One type for each of `count` layers; a ValueError if the fields are wrong or disagree.
 
     Args:
         types: one for each layer, or a pattern that repeats.
-        attention_layers: numbers of attention layers, as in older checkpoints; the rest is Frac.
+        attention_layers: indices of attention layers, as in older checkpoints; the rest is Frac.
 
     Example: `mixer_types_of(["frac", "delta"], None, 3) == ["frac", "delta", "frac"]`
     """
@@ -48,7 +48,7 @@ def mixer_types_of(
             names = ", ".join(MIXER_TYPES)
             hint = did_you_mean(name, MIXER_TYPES, f"the types are {names}")
             raise ValueError(f"mixer_types has an unknown type {name!r}{hint}")
-    # All layers of one type are a pattern of one, whatever the number that was stored.
+    # If all layers have one type, treat it as a pattern of one, however many were stored.
     if types and len(set(types)) == 1:
         types = types[:1]
     if not 1 <= len(types) <= count:
@@ -70,9 +70,9 @@ def mixer_types_of(
 def check_num_layers(
     stored: Sequence[str] | None, stored_count: int | None, count: int | None
 ) -> None:
-    """ValueError if a checkpoint whose layers differ is to have another number of them.
+    """Raise a ValueError if a checkpoint with different layer types gets another number of layers.
 
-    A file that has a pattern for more layers than it lists leaves no doubt.
+    A file whose pattern is shorter than its number of layers is unambiguous.
     """
     one_each = stored is not None and len(stored) == stored_count and len(set(stored)) > 1
     if stored is not None and one_each and count not in (None, len(stored)):
@@ -93,7 +93,7 @@ def _from_attention_layers(layers: Sequence[int], count: int) -> list[str]:
 
 
 def check_attention(config: FracConfig) -> None:
-    """ValueError unless the fields of attention layers fit each other and the list of layers."""
+    """Raise a ValueError unless the attention fields fit each other and the list of layers."""
     _check_window(config)
     _check_temperature(config)
     if not config.attention_layers:
@@ -101,8 +101,8 @@ def check_attention(config: FracConfig) -> None:
     heads = config.num_attention_heads
     if config.attention_head_dim is None and config.hidden_size % heads:
         raise ValueError(
-            f"attention_head_dim must be given, because hidden_size ({config.hidden_size}) is no "
-            f"multiple of num_attention_heads ({heads})"
+            f"attention_head_dim must be given, because hidden_size ({config.hidden_size}) is not "
+            f"a multiple of num_attention_heads ({heads})"
         )
     if heads % (config.attention_key_value_heads or heads):
         raise ValueError(
@@ -173,16 +173,16 @@ def _check_window(config: FracConfig) -> None:
 
 
 def check_delta(config: FracConfig) -> None:
-    """ValueError unless the fields of delta layers fit each other; completes those left out."""
+    """Set missing fields of delta layers; raise a ValueError unless they fit each other."""
     if config.delta_num_heads is None:
         config.delta_num_heads = config.num_attention_heads
     if config.delta_head_dim is None:
-        # A layer then has the parameters of Gated DeltaNet as published: 6 E^2.
+        # A layer then has as many parameters as the published Gated DeltaNet: 6 E^2.
         config.delta_head_dim, rest = divmod(3 * config.hidden_size, 4 * config.delta_num_heads)
         if rest or not config.delta_head_dim:
             raise ValueError(
                 "delta_head_dim must be given, because 3/4 of hidden_size "
-                f"({config.hidden_size}) is no multiple of delta_num_heads "
+                f"({config.hidden_size}) is not a multiple of delta_num_heads "
                 f"({config.delta_num_heads})"
             )
     value_dim = config.delta_expand_v * config.delta_head_dim

@@ -1,7 +1,7 @@
 """Frac as a Hugging Face model: FracModel, FracForCausalLM, FracForSequenceClassification.
 
 A block is x + mixer(RMSNorm(x)), then, if the configuration has an MLP, x + MLP(RMSNorm(x)); after
-the last one comes a norm. `config.mixer_types` says which mixer each block has.
+the last one comes a norm. `config.mixer_types` gives the mixer of each block.
 Letters: B batch, T time, E width, V vocabulary, N sequences (B, or those packed in a row).
 """
 
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from flash_frac.layers import DELTA_TIME_PARAMETERS, TIME_PARAMETERS, RMSNorm
+from flash_frac.layers.plain import call_linear
 from flash_frac.models.attention import AttentionBlock, FracRotaryEmbedding, recorded_attentions
 from flash_frac.models.attention_dispatch import attention_inputs
 from flash_frac.models.attention_inputs import AttentionInputs
@@ -33,12 +34,14 @@ from flash_frac.models.inputs import (
     LOSS,
     PACKING,
     check_inputs,
+    check_labels,
     check_names,
     local_mask,
     random_elapsed,
     wants_attentions,
 )
 from flash_frac.models.mixers import ATTENTION, mixer_types_of
+from flash_frac.models.recomputing import Recomputing
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.loss.api import linear_cross_entropy
 
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-class FracPreTrainedModel(PreTrainedModel):
+class FracPreTrainedModel(Recomputing, PreTrainedModel):
     """Loading, saving and initialisation, common to all Frac models."""
 
     config_class = FracConfig
@@ -58,7 +61,7 @@ class FracPreTrainedModel(PreTrainedModel):
     _no_split_modules = {"FracBlock"}  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
-    # Of attention layers.
+    # Attention implementations, for attention layers.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -66,7 +69,7 @@ class FracPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: FracConfig) -> None:
         super().__init__(config)
-        # Of the layers that are there: FSDP wants to find what is named here.
+        # Only existing layer classes: FSDP must find every class named here.
         types = set(config.mixer_types or ())
         self._no_split_modules = {
             "AttentionBlock" if x in ATTENTION else "FracBlock" for x in types
@@ -86,14 +89,14 @@ class FracPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to do: transformers would copy our source files into every checkpoint."""
+        """Do nothing: transformers would copy our source files into every checkpoint."""
 
     def set_context_group(self, group: ProcessGroup | None) -> None:
-        """Share each row among the ranks of a group; None gives every rank rows of its own again.
+        """Split each row across the ranks of a group; None gives every rank its own rows again.
 
-        Rank r then passes slice r of each row, and of labels that were shifted before the cut, as
-        both `labels` and `shift_labels`. With `num_items_in_batch`, the labels of all ranks that
-        count, the sum of the ranks' losses is the loss and the sum of their gradients its gradient.
+        Rank r then passes slice r of each row, and of labels that were shifted before slicing, as
+        both `labels` and `shift_labels`. If `num_items_in_batch` counts the labels of all ranks,
+        the ranks' losses and gradients sum to the loss and its gradient.
 
         Example:
             >>> model.set_context_group(torch.distributed.group.WORLD)
@@ -102,8 +105,8 @@ class FracPreTrainedModel(PreTrainedModel):
         if group is not None and self.config.frac_time_dilation > 1:
             raise ValueError(
                 "group must be None for a model with frac_time_dilation "
-                f"({self.config.frac_time_dilation}): each rank would draw a time of its own for "
-                "a row; set it to 1, or give every rank rows of its own"
+                f"({self.config.frac_time_dilation}): each rank would draw its own time for "
+                "a row; set it to 1, or give every rank its own rows"
             )
         for module in self.modules():
             if isinstance(module, (*STATE_MIXERS, FracModel)):
@@ -124,7 +127,7 @@ class FracModel(FracPreTrainedModel):
         self.rotary_emb = None
         if self.attention_config is not None and config.attention_positions == "rope":
             self.rotary_emb = FracRotaryEmbedding(self.attention_config)
-        # Again, because num_hidden_layers may have been changed since.
+        # Check again, because num_hidden_layers may have changed since.
         self.mixer_types = mixer_types_of(config.mixer_types, None, config.num_hidden_layers)
         self.layers = nn.ModuleList(self._block(n, x) for n, x in enumerate(self.mixer_types))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -154,27 +157,27 @@ class FracModel(FracPreTrainedModel):
         elapsed: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Hidden states of a batch, or of the next tokens of one.
+        """Hidden states of a batch, or of its next tokens.
 
         Args:
             input_ids: (B, T), or inputs_embeds (B, T, E).
-            attention_mask: (B, T), 0 at padding, on either side or inside; with a cache it may also
-                cover the tokens before, (B, past + T).
+            attention_mask: (B, T), 0 at padding, which may be anywhere; with a cache it may also
+                cover earlier tokens, (B, past + T).
             position_ids: (B or 1, T); in one row without padding, a position that does not follow
-                the one before begins a packed sequence. Not used otherwise: for attention the
-                position of a token is the number of real ones before it.
-            past_key_values: the states to continue from; any number of tokens is taken at once.
+                the one before starts a packed sequence. Otherwise ignored: attention uses the
+                number of real tokens before each.
+            past_key_values: the states to continue from, with any number of new tokens.
             use_cache: return the states; by default, config.use_cache outside training.
-            output_attentions: return the weights of the attention layers, which transformers'
-                "eager" implementation then computes.
+            output_attentions: return the weights of attention layers, computed with transformers'
+                "eager" implementation.
             output_hidden_states: return the input of every block and the normed output.
             cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1). The cache then
-                holds N states, and decoding goes on with a batch of N.
+                holds N states, and decoding continues with a batch of N.
             elapsed: (B, T), positive: the time before each token, by which Frac and delta layers
-                fade, and which attention does not know; the usual time, 1, if None, or in training
-                what config.frac_time_dilation draws.
-            kwargs: what transformers and TRL pass to every model: cu_seq_lens_q, cu_seq_lens_k or
-                seq_idx instead of cu_seqlens, and names that mean nothing here (`inputs.UNUSED`).
+                fade; attention ignores it. If None it is 1 or, in training, drawn by
+                config.frac_time_dilation.
+            kwargs: arguments that transformers and TRL pass to every model: cu_seq_lens_q,
+                cu_seq_lens_k or seq_idx instead of cu_seqlens, and unused ones (`inputs.UNUSED`).
         """
         check_names(kwargs, ARGUMENTS)
         check_inputs(input_ids, inputs_embeds, self.config)
@@ -184,10 +187,10 @@ class FracModel(FracPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and self.gradient_checkpointing and self.training:
-            logger.warning_once("use_cache=True is switched off by gradient checkpointing.")
+            logger.warning_once("gradient checkpointing turns use_cache=True off.")
             use_cache = False
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        # `generate` prepares masks by type of layer for a static cache.
+        # For a static cache, `generate` prepares masks by type of layer.
         masks = attention_mask if isinstance(attention_mask, dict) else {}
         mask = masks.get("linear_attention") if masks else attention_mask
         mask = local_mask(mask, hidden_states, past_key_values)
@@ -247,8 +250,8 @@ class FracModel(FracPreTrainedModel):
         inputs = {"frac": state_inputs, "delta": state_inputs}
         if attention is not None:
             config: Any = self.attention_config
-            # The caller may choose another one at any time; a compiled model is to see no change
-            # where there is none.
+            # The caller may change it at any time. Assign it only if it differs, because a compiled
+            # model would recompile.
             if config._attn_implementation != implementation:
                 config._attn_implementation = implementation
             inputs |= attention.arguments(config, self.rotary_emb)
@@ -276,19 +279,21 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
         self.post_init()
 
     def train(self, mode: bool = True) -> FracForCausalLM:
-        """As in torch; for training, the memory that `generate` keeps on a GPU is given back."""
+        """As in torch; training mode also frees the GPU memory that `generate` keeps."""
         if mode:
             KEPT.pop(self, None)
         return super().train(mode)
 
     def _fuses_loss(self) -> bool:
-        """Whether the loss reads the head's weight itself, which is then to be all of the head."""
+        """Whether the loss may read the head's weight directly, because the head is plain."""
         fuses = self.training and self.config.fuse_linear_cross_entropy
-        plain = type(self.lm_head) is nn.Linear and not hasattr(self.lm_head, "_hf_hook")
-        if fuses and not (plain and type(self.lm_head.weight) in (Tensor, nn.Parameter)):
+        head = self.lm_head
+        # FSDP changes its class, and has gathered the weight once the norm has run.
+        plain = type(head).forward is nn.Linear.forward and not hasattr(head, "_hf_hook")
+        if fuses and not (plain and type(head.weight) in (Tensor, nn.Parameter)):
             logger.warning_once(
-                "fuse_linear_cross_entropy is switched off: lm_head is adapted, offloaded or "
-                "quantised, and must be called."
+                "fuse_linear_cross_entropy is off: lm_head is adapted, offloaded or quantised, "
+                "so it must be called."
             )
             return False
         return fuses
@@ -302,11 +307,11 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """What `loss_function` gives, from the hidden states."""
+        """The value of `loss_function`, computed from the hidden states."""
         items = num_items_in_batch
         if isinstance(items, int):
             items = torch.tensor(items, device=hidden_states.device)
-        # Labels are shifted, not the states, which are many times larger.
+        # Shift the labels and not the states, which are many times larger.
         if shift_labels is None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
         return linear_cross_entropy(
@@ -337,8 +342,8 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
         """Logits of the next token at every position, and the loss if there are labels.
 
         Args:
-            labels: (B, T) token ids, -100 where nothing is to be predicted; shifted here.
-            logits_to_keep: compute logits for the last positions only (0 for all), or at these.
+            labels: (B, T) token ids, -100 at ignored positions; they are shifted here.
+            logits_to_keep: number of last positions that get logits (0 for all), or their indices.
             kwargs: num_items_in_batch, ignore_index and shift_labels go to the loss.
             The rest as in `FracModel`.
 
@@ -346,6 +351,7 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
             logits (B, T, V) float32, loss, past_key_values, hidden_states. In training with labels
             and config.fuse_linear_cross_entropy, logits are None: they are never all in memory.
         """
+        check_labels(labels, input_ids, inputs_embeds)
         of_loss = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
         outputs = self.model(
             input_ids,
@@ -368,14 +374,14 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
-            logits = self.lm_head(outputs.last_hidden_state[:, kept]).float()
+            logits = call_linear(self.lm_head, outputs.last_hidden_state[:, kept]).float()
         if labels is not None and loss is None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss
             )
         output = CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
-            logits=logits,
+            logits=logits,  # pyright: ignore[reportArgumentType]
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -384,9 +390,9 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
         return output if wants_dict else output.to_tuple()
 
 
-# By name, for errors about names that are not among them.
+# Known argument names, for errors about unknown ones.
 ARGUMENTS = tuple(signature(FracForCausalLM.forward).parameters)
 
 
 class FracForSequenceClassification(GenericForSequenceClassification, FracPreTrainedModel):
-    """A Frac model that classifies a sequence from its last token that is not padding."""
+    """A Frac model that classifies a sequence by its last real token."""

@@ -1,21 +1,22 @@
 """Give a trained model another bank of timescales: a longer memory, or a smaller state.
 
-A layer has its timescales in two tensors: `base_log_tau` (M,), and the rows of `rw_proj`, which
-give each mode of each head its read and its write logit. `regrid` sets new timescales tau' and
-takes the rows of the new modes from the old ones, linear in log tau between neighbours and constant
-beyond the ends; a mode at an old timescale keeps its row. Everything else is copied.
+A layer's timescales appear in two tensors: `base_log_tau` (M,), and the rows of `rw_proj`, which
+give each mode of each head its read and write logits; the weight of `rw_norm`, if present, has two
+numbers for each mode. `regrid` sets new timescales tau' and interpolates the rows of the new modes
+from the old ones, linearly in log tau and constant beyond the ends; a mode at an old timescale
+keeps its row. Everything else is copied.
 
-What changes is the kernel. A head at fixed controls Δ, α, λ that reads and writes by its prior,
-p = softmax(-α log tau), answers a token n steps later with
+This changes the kernel. A head at fixed controls Δ, α, λ that reads and writes by its prior,
+p = softmax(-α log tau), responds to a token after n steps with
 
     K(n) = Σ_m p_m p_m (1 - ρ_m) ρ_m^n,    ρ_m = exp(-Δ λ^(1/α) / tau_m)
 
-and with tau' by K'(n), a sum over other modes with another normalisation. Because p sums to 1 and
-is squared, K scales like the spacing of the modes: half as many between the same ends make it about
-twice as large. A factor c common to all heads is one that the norm after the scan takes out, if the
-direct term D u grows with it. So `regrid` fits K' ≈ c_h K for each head h by least squares,
+and, with tau', with K'(n), a sum over other modes with another normalisation. Because p sums to 1
+and is squared, K scales with the spacing of the modes: half as many between the same ends make it
+about twice as large. The norm after the scan removes a factor c common to all heads, if the direct
+term D u is scaled by it too. So `regrid` fits K' ≈ c_h K for each head h by least squares,
 multiplies D by c_h, and the weight of the norm by rms(c) / c_h, which is exact if all c_h are
-equal. What is left is a change of shape; the report has both. Letters: H heads, M modes, I = H D.
+equal. A change of shape remains; the report has both. Letters: H heads, M modes, I = H D.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ import torch
 from torch import Tensor, nn
 
 from flash_frac.layers import FracMixer
+from flash_frac.layers.plain import has_plain_weight
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.modeling import FracPreTrainedModel
-from flash_frac.ops import Dynamics, log_prior, mode_log_decay
+from flash_frac.ops import Dynamics, prior_controls
 from flash_frac.theory.banks import named_bank, resolve_bank
 
 Model = TypeVar("Model", bound=FracPreTrainedModel)
-# Two log timescales closer than this are one: a float32 log of 2^17 is rounded to 1e-6.
+# Two log timescales closer than this are equal: a float32 log of 2^17 is rounded to 1e-6.
 _SAME = 1e-5
 _NUM_LAGS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChange:
-    """What a new bank does to the kernels of one layer, as the largest over its heads.
+    """How a new bank changes the kernels of one layer; errors are maxima over its heads.
 
     Attributes:
         sup_error: sup_n |K'(n) - K(n)| / K(0), over n = 0 and the lags below.
         l2_error: |K' - K| / |K| in the Euclidean norm over 400 log-spaced lags from 1 to the
             longest old timescale.
         scale: mean over heads of the factor c_h by which K' is larger.
-        shape_error: |K' / c_h - K| / |K|, what of l2_error no factor takes out.
+        shape_error: |K' / c_h - K| / |K|, the part of l2_error that no factor removes.
     """
 
     sup_error: float
@@ -62,14 +64,14 @@ class KernelChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Regridding(Generic[Model]):
-    """A model with a new bank, and what that did.
+    """A model with a new bank, and the change of its kernels.
 
     Attributes:
-        model: the new model; the old one is as it was.
+        model: the new model; the old one is unchanged.
         old_tau, new_tau: (M,) and (M',) timescales.
         layers: the change of each Frac layer's kernels.
 
-    `str()` of it is a summary to print.
+    `str()` returns a summary to print.
     """
 
     model: Model
@@ -94,12 +96,12 @@ class Regridding(Generic[Model]):
 
     @property
     def numbers(self) -> list[int]:
-        """The positions of these layers in the model, where those of other types count."""
+        """Indices of these layers among all layers of the model."""
         return [n for n, name in enumerate(self.model.config.mixer_types or []) if name == "frac"]
 
     @property
     def unchanged(self) -> dict[int, str]:
-        """The types of the layers without a bank, which are as they were, by position."""
+        """Types of the layers without a bank, which are unchanged, by index."""
         types = enumerate(self.model.config.mixer_types or [])
         return {n: name for n, name in types if name != "frac"}
 
@@ -112,7 +114,7 @@ class Regridding(Generic[Model]):
         ]
         if self.unchanged:
             rest = ", ".join(f"{n} {name}" for n, name in self.unchanged.items())
-            lines.append(f"unchanged, having no bank: {rest}")
+            lines.append(f"unchanged, without a bank: {rest}")
         return "\n".join(lines)
 
 
@@ -129,21 +131,21 @@ def regrid(
     """A copy of a model with other timescales, and the error of its kernels.
 
     Args:
-        model: a Frac model with a fixed bank, any head; of a mixed one, Frac layers change only.
-        tau_max, tau_min, num_modes: of a geometric bank; None keeps the model's. The old timescales
-            are among the new ones, and the change is small, if the ratio of neighbours stays: with
-            tau_min, num_modes = 1 + (M - 1) log(tau_max' / tau_min) / log(tau_max / tau_min).
-        bank: the name of an optimised bank, a list of timescales, or "geometric"; the model's kind
-            if None, which must then be geometric.
-        controls: Δ, α, λ at which kernels are compared, (H,) or scalars, for all layers or one for
-            each; if None those of a token whose projections are 0, i.e. of the biases.
+        model: a Frac model with a fixed bank, any head; in a mixed one, only Frac layers change.
+        tau_max, tau_min, num_modes: of a geometric bank; None keeps the model's. The new timescales
+            include the old ones, and the change is small, if the ratio of neighbours stays the
+            same: num_modes = 1 + (M - 1) log(tau_max' / tau_min) / log(tau_max / tau_min).
+        bank: the name of an optimised bank, a list of timescales, or "geometric"; None keeps the
+            model's kind, which must then be geometric.
+        controls: Δ, α, λ at which kernels are compared, (H,) or scalars, one for all layers or one
+            per layer; None takes those of a token whose projections are 0, i.e. of the biases.
         rescale: keep the balance of memory and direct term, and of heads, as above.
 
     Returns:
         Regridding(model, old_tau, new_tau, layers).
 
-    A rate below `frac_rho_eps` is clamped there: modes slower than Δ λ^(1/α) / rho_eps tokens, a
-    million by default, are all alike.
+    Rates are clamped at `frac_rho_eps`: modes slower than Δ λ^(1/α) / rho_eps tokens, a million by
+    default, all behave alike.
 
     Example:
         >>> longer = regrid(model, tau_max=2.0**20, num_modes=1 + 20)  # was 1 to 2^16, 17 modes
@@ -160,7 +162,7 @@ def regrid(
     )
     log_tau = torch.from_numpy(np.log(new_tau))
     at = _controls_of_layers(controls, mixers)
-    # A process group cannot be copied, and is to be shared.
+    # A process group cannot be copied, so share it.
     groups = [mixer.context_group for mixer in mixers if mixer.context_group is not None]
     new = copy.deepcopy(model, {id(group): group for group in groups})
     for name, value in changes.items():
@@ -179,16 +181,16 @@ def regrid(
 
 
 def _mixers(model: nn.Module) -> list[FracMixer]:
-    """The layers of a model whose bank can be changed; ValueError if it is none."""
+    """The layers of a model whose bank can be changed; ValueError if it has none."""
     if not isinstance(model, FracPreTrainedModel):
         raise ValueError(
-            f"model must be a Frac model, got {type(model).__name__}; of a wrapped one (compiled, "
-            "or in DistributedDataParallel) pass the model inside"
+            f"model must be a Frac model, got {type(model).__name__}; if it is wrapped (compiled, "
+            "or in DistributedDataParallel), pass the model inside"
         )
     if model.config.frac_learned_timescales:
         raise ValueError(
             "model must have fixed timescales, got frac_learned_timescales=True: each of its "
-            "layers has a bank of its own, which no configuration can hold; move base_log_tau by "
+            "layers has its own bank, which no configuration can describe; change base_log_tau by "
             "training, or train with a fixed frac_bank"
         )
     mixers = [module for module in model.modules() if isinstance(module, FracMixer)]
@@ -201,7 +203,12 @@ def _mixers(model: nn.Module) -> list[FracMixer]:
         if type(mixer.rw_proj) is not nn.Linear:
             raise ValueError(
                 f"rw_proj must be an nn.Linear, got {type(mixer.rw_proj).__name__}; merge adapters "
-                "into the model and undo quantisation before"
+                "into the model first"
+            )
+        if not has_plain_weight(mixer.rw_proj):
+            raise ValueError(
+                "rw_proj must have a plain weight, got a quantised "
+                f"{type(mixer.rw_proj.weight).__name__}; change the bank before quantising"
             )
     return mixers
 
@@ -217,6 +224,11 @@ def _new_bank(
     given = {"tau_max": tau_max, "tau_min": tau_min, "num_modes": num_modes}
     asked = ", ".join(name for name, value in given.items() if value is not None)
     kind = config.frac_bank if bank is None else bank
+    if "per_head" in (config.frac_bank, kind):
+        raise ValueError(
+            "bank must be one that all heads share, before and after, got 'per_head'; train with "
+            "frac_bank='per_head' from the start instead"
+        )
     if not isinstance(kind, str):
         kind = [float(tau) for tau in kind]
     if kind != "geometric" and bank is None and asked:
@@ -227,8 +239,8 @@ def _new_bank(
         )
     if kind != "geometric" and not (tau_max is None and tau_min is None):
         raise ValueError(
-            f"tau_max and tau_min are of a geometric bank, got them with bank={bank!r}; leave them "
-            "out, or pass bank='geometric'"
+            f"tau_max and tau_min belong to a geometric bank, got bank={bank!r}; omit them, "
+            "or pass bank='geometric'"
         )
     if num_modes is None and bank is not None and kind != "geometric":
         num_modes = len(named_bank(kind)) if isinstance(kind, str) else len(kind)
@@ -274,7 +286,7 @@ def _bias_controls(mixer: FracMixer) -> Dynamics:
 
 
 class _Rows(NamedTuple):
-    """New row k is old row low[k] plus share[k] of the way to row high[k]."""
+    """New row k interpolates from old row low[k] to old row high[k] by share[k]."""
 
     low: Tensor
     high: Tensor
@@ -282,14 +294,14 @@ class _Rows(NamedTuple):
 
 
 def _interpolation(old_log_tau: Tensor, new_log_tau: Tensor) -> _Rows:
-    """Linear in log tau, constant beyond the ends; exactly a row where timescales agree."""
+    """Linear in log tau, constant beyond the ends; exactly an old row where timescales agree."""
     last = len(old_log_tau) - 1
     high = torch.searchsorted(old_log_tau, new_log_tau)
     low, high = (high - 1).clamp_min(0), high.clamp_max(last)
     gap = old_log_tau[high] - old_log_tau[low]
     share = (new_log_tau - old_log_tau[low]) / gap.where(gap > 0, torch.ones_like(gap))
     share = share.where(gap > 0, torch.zeros_like(gap))
-    # A rounded copy of an old timescale is that timescale.
+    # Treat a rounded copy of an old timescale as that timescale.
     at_low = (new_log_tau - old_log_tau[low]).abs() < _SAME
     at_high = (new_log_tau - old_log_tau[high]).abs() < _SAME
     low, share = low.where(~at_high, high), share.masked_fill(at_low | at_high, 0)
@@ -302,36 +314,32 @@ def _set_bank(mixer: FracMixer, log_tau: Tensor, ends: tuple[float, float]) -> N
     old_log_tau = mixer.base_log_tau.double().cpu()
     rows = _interpolation(old_log_tau, log_tau)
     kept = (log_tau - old_log_tau[rows.low]).abs() < _SAME
-    linear = mixer.rw_proj
-    weight = linear.weight.unflatten(0, (2, mixer.num_heads, mixer.num_modes))
-    low, high = (weight[:, :, index.to(weight.device)] for index in (rows.low, rows.high))
-    share = rows.share.to(weight.device)[:, None]
-    # In float64, so that a row with a share of 0 is the old one to the bit.
-    mixed = low.double() + share * (high.double() - low.double())
-    needs_grad = linear.weight.requires_grad
-    linear.weight = nn.Parameter(mixed.to(weight.dtype).flatten(0, 2), requires_grad=needs_grad)
+    linear, norm = mixer.rw_proj, mixer.rw_norm
+    linear.weight = _mixed_rows(linear.weight, (2 * mixer.num_heads, mixer.num_modes), rows)
     linear.out_features = linear.weight.shape[0]
+    if norm is not None:
+        norm.weight, norm.num_modes = _mixed_rows(norm.weight, (2, norm.num_modes), rows), len(kept)
     mixer.base_log_tau = old_log_tau[rows.low].where(kept, log_tau).to(mixer.base_log_tau)
     mixer.num_modes, mixer.log_tau_init = len(log_tau), log_tau.tolist()
     mixer.log_tau_range = (math.log(ends[0]), math.log(ends[1]))
 
 
+def _mixed_rows(old: Tensor, sizes: tuple[int, int], rows: _Rows) -> nn.Parameter:
+    """The rows (N M', ...) of the new modes, from those (N M, ...) of the old; sizes are N, M."""
+    weight = old.unflatten(0, sizes)
+    low, high = (weight[:, index.to(weight.device)] for index in (rows.low, rows.high))
+    share = rows.share.to(weight.device).view(-1, *(1 for _ in weight.shape[2:]))
+    # In float64, so that a row with a share of 0 equals the old one bit for bit.
+    mixed = low.double() + share * (high.double() - low.double())
+    return nn.Parameter(mixed.to(weight.dtype).flatten(0, 1), requires_grad=old.requires_grad)
+
+
 def _kernel(mixer: FracMixer, dyn: Dynamics, lags: Tensor) -> Tensor:
     """K(n) of each head (H, len(lags)) float64, at these controls."""
-    settings = mixer.settings
     log_tau = mixer.base_log_tau.detach().double().cpu()
-    prior = log_prior(dyn.alpha, log_tau, settings.prior)
-    weigh = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "none": lambda x: x}
-    read, write = (
-        weigh[settings.normalization](prior if there else torch.zeros_like(prior))
-        for there in (settings.read_prior, settings.write_prior)
-    )
-    log_decay = mode_log_decay(dyn, log_tau, rho_eps=settings.rho_eps)
-    beta = -torch.expm1(log_decay)
-    if settings.beta == "exact_zoh":
-        beta = beta / dyn.lam[:, None]
+    read, write, log_decay = prior_controls(dyn, log_tau, mixer.settings)
     powers = torch.exp(log_decay[:, None] * lags[:, None])
-    return ((read * write * beta)[:, None] * powers).sum(-1)
+    return ((read * write)[:, None] * powers).sum(-1)
 
 
 def _compare(old: FracMixer, new: FracMixer, dyn: Dynamics) -> tuple[KernelChange, Tensor]:
@@ -341,10 +349,10 @@ def _compare(old: FracMixer, new: FracMixer, dyn: Dynamics) -> tuple[KernelChang
     lags = torch.cat([torch.zeros(1, dtype=torch.float64), lags])
     before, after = _kernel(old, dyn, lags), _kernel(new, dyn, lags)
     difference = (after - before).abs()
-    # Without prior and normalisation there is no kernel apart from content, and no change of it.
+    # Without prior and normalisation, the kernel depends on content only and does not change.
     size = before[:, 0].where(before[:, 0] > 0, torch.ones_like(before[:, 0]))
     sup = difference.max(-1).values / size
-    # The lag 0 is no point of the logarithmic grid.
+    # The logarithmic grid does not include lag 0.
     before, after = before[:, 1:] / size[:, None], after[:, 1:] / size[:, None]
     norm = before.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     scale = ((after / norm[:, None]) * (before / norm[:, None])).sum(-1)

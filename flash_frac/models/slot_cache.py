@@ -1,7 +1,7 @@
 """A cache of many sequences that come and go: each is a row, and rows are copied one by one.
 
-Tensors of one shape lie together in a stack (L, B, ...), so that a row of all layers is copied by a
-few kernels, and the first n rows of a layer are contiguous.
+Tensors of one shape are stacked (L, B, ...), so a few kernels copy a row of all layers, and the
+first n rows of a layer are contiguous.
 Letters: B rows, L tensors of one shape, S columns of a buffer.
 """
 
@@ -18,16 +18,16 @@ from flash_frac.models.cache import hold_state, read_state, write_state
 
 
 class SlotCache(BufferedCache):
-    """A `BufferedCache` whose memory is claimed once and whose rows are sequences of their own.
+    """A `BufferedCache` that is allocated once and whose rows are independent sequences.
 
     Args:
-        example: a cache of the same model, which has the shapes of one sequence.
+        example: a cache of the same model, with the shapes of one sequence.
         batch_size: B.
-        size: columns of the buffers of layers that see all tokens.
+        size: columns of the buffers of full-attention layers.
 
     Attributes:
-        stacks: (L, B, ...), the tensors whose size does not grow, except lengths.
-        column_stacks: (L, B, heads, S, channels), those of the layers that see all tokens.
+        stacks: (L, B, ...), the tensors of fixed size, except lengths.
+        column_stacks: (L, B, heads, S, channels), keys and values of full-attention layers.
 
     Example:
         >>> cache = SlotCache(empty_cache(model, 1), batch_size=64, size=4096)
@@ -48,12 +48,12 @@ class SlotCache(BufferedCache):
         self._hold(layers, buffers)
 
     def _hold(self, fixed: Sequence[Tensor], columns: Sequence[Tensor]) -> None:
-        """Have these tensors as those of the layers, in the order of `fixed` and `full`."""
+        """Use these tensors for the layers, in the order of `fixed` and `full`."""
         num = 2 * len(self.state_layers)
         pairs = zip(fixed[:num:2], fixed[1:num:2], strict=True)
         for n, (recurrent, conv) in zip(self.state_layers, pairs, strict=True):
             if read_state(self, n) is None:
-                # Marks the layer as one that has a state.
+                # Mark the layer as one that has a state.
                 write_state(self, n, MixerState(recurrent[:0], conv[:0]))
             hold_state(self, n, MixerState(recurrent, conv))
         self.rings = _by_layer(self.sliding_layers, fixed[num:])
@@ -61,7 +61,7 @@ class SlotCache(BufferedCache):
         self.full = KeyValues(_by_layer(others, columns))
 
     def rows(self, num: int) -> SlotCache:
-        """The first rows, in the same memory; `counts` is a list of its own."""
+        """The first rows, in the same memory; `counts` is a separate list."""
         view = SlotCache(self._example, 0, 0)
         view.counts, view.lengths = [0] * num, self.lengths[:num]
         view.stacks = [x[:, :num] for x in self.stacks]
@@ -72,26 +72,32 @@ class SlotCache(BufferedCache):
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Hold no token, and nothing but zeros."""
+        """Empty all rows and fill them with zeros."""
         for x in (*self.stacks, *self.column_stacks, self.lengths):
             x.zero_()
         self.counts = [0] * self.batch_size
 
     @torch.no_grad()
-    def clear_row(self, row: int) -> None:
-        """Hold no token in a row, and nothing but zeros."""
-        for x in (*self.stacks, *self.column_stacks):
+    def clear_row(self, row: int, num_tokens: int | None = None) -> None:
+        """Empty a row and fill it with zeros.
+
+        Args:
+            num_tokens: number of tokens in the row; None clears all columns.
+        """
+        for x in self.stacks:
             x[:, row].zero_()
+        for x in self.column_stacks:
+            x[:, row, :, :num_tokens].zero_()
         self.lengths[row] = 0
 
     @torch.no_grad()
     def copy_row(
         self, row: int, source: SlotCache, source_row: int, num_tokens: int | None = None
     ) -> None:
-        """Be in a row as another cache is in one of its own, with the columns of its tokens or all.
+        """Copy a row of another cache.
 
         Args:
-            num_tokens: that the source has read there; None to copy all columns.
+            num_tokens: number of tokens in the source row; None copies all columns.
         """
         for mine, theirs in zip(self.stacks, source.stacks, strict=True):
             mine[:, row].copy_(theirs[:, source_row])
@@ -101,7 +107,7 @@ class SlotCache(BufferedCache):
 
     @property
     def claimed(self) -> int:
-        """Bytes of all rows, in use or not."""
+        """Bytes of all rows, used or unused."""
         return sum(x.nbytes for x in (*self.stacks, *self.column_stacks))
 
 
@@ -122,5 +128,5 @@ def _stacks(
 
 
 def _by_layer(layers: Sequence[int], parts: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Keys and values, which follow each other in `parts`, by number of the layer."""
+    """Keys and values, which alternate in `parts`, by layer index."""
     return dict(zip(layers, zip(parts[::2], parts[1::2], strict=True), strict=True))

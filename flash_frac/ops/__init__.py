@@ -1,6 +1,6 @@
 """Pure functions of tensors, one folder per operator.
 
-`backends` decides which implementation of an operator runs.
+`backends` chooses the implementation of each operator.
 """
 
 from flash_frac.ops.backends import BACKENDS, Backend, resolve_backend, uses_triton
@@ -14,6 +14,7 @@ from flash_frac.ops.control.reference import (
     dynamics,
     log_prior,
     mode_log_decay,
+    prior_controls,
 )
 from flash_frac.ops.conv.api import ConvOutput, causal_conv
 from flash_frac.ops.delta.api import delta_scan, delta_step
@@ -45,6 +46,7 @@ __all__ = [
     "log_prior",
     "mode_log_decay",
     "norm",
+    "prior_controls",
     "resolve_backend",
     "rms_norm",
     "sample",

@@ -1,10 +1,10 @@
-"""Arithmetic that the kernels of all operators share, and how their launchers cut sizes.
+"""Arithmetic shared by the kernels of all operators, and size helpers for their launchers.
 
-Exponentials, a logarithm, a reciprocal and a sigmoid to float32's last digit; Triton's own are fast
-and approximate. Importing this module imports triton.
+Exponentials, a logarithm, a reciprocal and a sigmoid, accurate to the last digit of float32;
+Triton's own are fast and approximate. Importing this module imports triton.
 
-The dialect of all kernels: i_ program index, o_ offsets, p_ pointer (or a tuple of pointers), b_
-block of values, m_ mask, CAPS constexpr; a comment such as # [C, BD] gives the shape of a block.
+Naming in all kernels: i_ program index, o_ offsets, p_ pointer (or a tuple of pointers), b_ block
+of values, m_ mask, CAPS constexpr; a comment such as # [C, BD] gives the shape of a block.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ INTERPRETED: bool = knobs.runtime.interpret
 
 
 def block_size(size: int, *, smallest: int = 16) -> int:
-    """The power of two that holds `size`; matrix products need at least 16."""
+    """The next power of two >= `size`, at least `smallest`; matrix products need 16."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up. Not Triton's, which may be used in kernels and is slow on the host."""
+    """a / b rounded up. Triton's own also works in kernels, but is slow on the host."""
     return -(-a // b)
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Elements from row to row of x (..., E); None if there is no one such number."""
+    """Row stride of x (..., E) in elements; None if no single stride covers all rows."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
-    # Axes of size 1 have strides without meaning.
+    # The stride of an axis of size 1 is meaningless.
     axes = [i for i in range(x.ndim - 1) if x.shape[i] != 1]
     for i, j in pairwise(axes):
         if x.stride(i) != x.stride(j) * x.shape[j]:
@@ -48,14 +48,14 @@ def exp_parts(x):
     """scale, p with exp(x) = scale + scale p, for x <= 88; below -88 exp(x) is 0; NaN stays NaN.
 
     scale = 2^n and p = expm1(x - n log 2), so that exp(x) - 1 = scale p + (scale - 1) cancels
-    nothing. Correct to about 1 ulp; tl.exp is so for small x only, and there is no tl.expm1.
+    nothing. Accurate to about 1 ulp; tl.exp is only so for small x, and there is no tl.expm1.
     """
     x = tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL)
-    # Adding 1.5 2^23 rounds to an integer, and leaves it in the lowest bits.
+    # Adding 1.5 2^23 rounds to an integer and leaves it in the lowest bits.
     shifted = x * 1.4426950408889634 + 12582912.0
     n = shifted - 12582912.0
     r = (x - n * 0.693359375) + n * 2.1219444005469057e-4
-    # Minimax of (expm1(r) - r) / r^2 on |r| <= log(2) / 2, to 1.4e-8 of expm1.
+    # Minimax fit of (expm1(r) - r) / r^2 on |r| <= log(2) / 2; relative error of expm1 1.4e-8.
     q = 0.04166722127479026 + r * (0.008367181319076726 + r * 0.0013882396385681158)
     p = r + r * r * (0.4999999804173173 + r * (0.1666653867909244 + r * q))
     scale = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
@@ -96,9 +96,9 @@ def log(x):
 
 @triton.jit
 def kept_parts(b_state, b_decay):
-    """Two numbers that add up to exp(b_decay) b_state; for a slow decay b_state, and a small one.
+    """Two numbers whose sum is exp(b_decay) b_state; for a slow decay, b_state and a correction.
 
-    Nothing is left after a fast decay.
+    After a very fast decay the sum is 0.
     """
     b_scale, b_p = exp_parts(b_decay)
     b_scaled = b_scale * b_state
@@ -107,16 +107,16 @@ def kept_parts(b_state, b_decay):
 
 @triton.jit
 def decay_and_add(b_state, b_decay, b_added):
-    """exp(b_decay) b_state + b_added; for a slow decay with one rounding as large as the state."""
+    """exp(b_decay) b_state + b_added; a slow decay costs one rounding of the state's magnitude."""
     b_kept, b_change = kept_parts(b_state, b_decay)
     return b_kept + (b_change + b_added)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x of a normal x, to half an ulp, where 1 / x alone is off by up to two on a GPU.
+    """1 / x of a normal x, to half an ulp; plain 1 / x is off by up to two on a GPU.
 
-    tl.div_rn is as exact, but calls a subroutine that costs half the registers of a kernel.
+    tl.div_rn is as accurate, but calls a subroutine that takes half of a kernel's registers.
     """
     inverse = 1 / x
     return tl.fma(inverse, tl.fma(-x, inverse, 1.0), inverse)
@@ -124,7 +124,7 @@ def reciprocal(x):
 
 @triton.jit
 def sigmoid(x):
-    """sigmoid and its derivative, neither from a difference of close numbers."""
+    """sigmoid and its derivative, both computed without cancellation."""
     e = exp(-tl.abs(x))
     inverse = reciprocal(1 + e)
     return tl.where(x > 0, 1.0, e) * inverse, e * inverse * inverse

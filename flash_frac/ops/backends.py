@@ -1,9 +1,9 @@
-"""Which implementation of an operator runs.
+"""Choose the implementation of an operator.
 
-`BACKENDS` is the table: a row is a backend, a column an operator. `choose` is the one place that
-decides. A backend that is asked for by name runs or raises; "auto" takes the first of `AUTO_ORDER`
-that can run, and says at level DEBUG of the logger "flash_frac.ops" which one that was, and why.
-`Operator` registers a kernel with torch.library.
+`BACKENDS` is the table: a row is a backend, a column an operator. Only `choose` selects from it. A
+backend requested by name runs or raises. "auto" takes the first of `AUTO_ORDER` that can run; the
+logger "flash_frac.ops" reports the choice and its reason at level DEBUG. `Operator` registers a
+kernel with torch.library.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from flash_frac.ops.scan.reference import recurrent_scan, step
 from flash_frac.ops.swiglu.reference import torch_swiglu
 
 logger = logging.getLogger("flash_frac.ops")
-# Asked once, because torch.compile does not follow such questions.
+# Evaluated once, because torch.compile cannot trace this check.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-# Limits of the Triton kernels: taps of a convolution (Triton 3.4 does not compile one tap), the
-# width of a row that a program of the norm holds in registers, and the key and value channels of a
-# head of the delta rule.
+# Limits of the Triton kernels: taps of a convolution (Triton 3.4 cannot compile a single tap),
+# width of a row that a norm program holds in registers, and key and value channels per head of the
+# delta rule.
 FEWEST_TAPS, MOST_TAPS, MOST_WIDTH = 2, 8, 8192
 MOST_KEYS, MOST_VALUES = 128, 256
 
@@ -49,13 +49,15 @@ class Backend(NamedTuple):
     """One row of the table: an implementation of every operator.
 
     Attributes:
-        scan, step: of `frac_scan` and `frac_step`.
-        delta, delta_step: of `delta_scan` and `delta_step`.
-        refusal: `refusal(x)` says why the backend cannot run on tensors like x, or None.
-        controls, conv, norm, gated_norm, swiglu, loss: of the operators around the scan; a backend
-            that does not have its own takes the plain-torch form.
-        sample: of `sample`, the choice of tokens.
-        limits: by operator, what else it refuses: called with x and the facts `choose` is given.
+        scan, step: implement `frac_scan` and `frac_step`.
+        delta, delta_step: implement `delta_scan` and `delta_step`.
+        refusal: `refusal(x)` returns why the backend cannot run on tensors like x, or None.
+        controls, conv, norm, gated_norm, swiglu, loss: the operators around the scan; a backend
+            without its own uses the plain-torch form.
+        masked_conv: implements `causal_conv` with a mask when no gradient is needed. If None,
+            padding is moved out of the way instead.
+        sample: implements `sample`, the choice of tokens.
+        limits: further refusals by operator; each is called with x and the facts given to `choose`.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor]]
@@ -65,6 +67,7 @@ class Backend(NamedTuple):
     delta_step: Callable[..., tuple[Tensor, Tensor]] = delta_step
     controls: Callable[..., Any] = torch_controls
     conv: Callable[..., tuple[Tensor, Tensor]] = torch_conv
+    masked_conv: Callable[..., tuple[Tensor, Tensor]] | None = None
     norm: Callable[..., Tensor] = torch_norm
     gated_norm: Callable[..., Tensor] = torch_gated_norm
     swiglu: Callable[..., Tensor] = torch_swiglu
@@ -73,7 +76,7 @@ class Backend(NamedTuple):
     limits: Mapping[str, Callable[..., str | None]] = {}
 
 
-# The operators on sequences, whose contracts every backend keeps (`tests/ops/test_contracts.py`).
+# Operators on sequences; every backend honours their contracts (`tests/ops/test_contracts.py`).
 OPERATORS = ("scan", "step", "delta", "delta_step", "controls")
 OPERATORS += ("conv", "norm", "gated_norm", "swiglu")
 
@@ -84,13 +87,13 @@ def _runs_anywhere(x: Tensor) -> None:
 
 def triton_refusal(x: Tensor) -> str | None:
     """Why a Triton kernel cannot run on tensors like x, or None."""
-    # Asked before triton is imported, which takes a second that a CPU does not need.
+    # Checked before importing triton, which takes a second that CPU users need not wait.
     if x.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
         return "Triton kernels need CUDA tensors, got cpu"
     if not _HAS_TRITON:
         return "triton is not installed"
     if _is_interpreted():
-        # Its bfloat16 is silently wrong, and its float16 untested.
+        # The interpreter's bfloat16 is silently wrong, and its float16 is untested.
         return None if x.dtype == torch.float32 else "the Triton interpreter computes float32 only"
     if x.device.type != "cuda":
         return f"Triton kernels need CUDA tensors, got {x.device}"
@@ -161,6 +164,12 @@ def _triton_conv(*arguments: Any) -> tuple[Tensor, Tensor]:
     return triton_conv(*arguments)
 
 
+def _triton_masked_conv(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from flash_frac.ops.conv.triton import triton_masked_conv
+
+    return triton_masked_conv(*arguments)
+
+
 def _triton_norm(*arguments: Any) -> Tensor:
     from flash_frac.ops.norm.triton import triton_norm
 
@@ -200,6 +209,7 @@ BACKENDS: dict[str, Backend] = {
         delta_step=_triton_delta_step,
         controls=_triton_controls,
         conv=_triton_conv,
+        masked_conv=_triton_masked_conv,
         norm=_triton_norm,
         gated_norm=_triton_gated_norm,
         swiglu=_triton_swiglu,
@@ -209,6 +219,7 @@ BACKENDS: dict[str, Backend] = {
             "delta": _delta_limit,
             "delta_step": _delta_limit,
             "conv": _conv_limit,
+            "masked_conv": _conv_limit,
             "norm": _norm_limit,
             "gated_norm": _norm_limit,
         },
@@ -223,13 +234,13 @@ AUTO_ORDER = ("triton", "torch")
 
 
 def resolve_backend(backend: str, x: Tensor, operator: str = "scan", *facts: Any) -> str:
-    """The name of the backend that `backend` stands for on inputs like x; ValueError if none.
+    """Return the name of the backend that runs on inputs like x; ValueError if none can.
 
     Args:
         backend: "auto", or a name in `BACKENDS`.
-        x: the tensor that device and dtype are taken from.
+        x: the tensor whose device and dtype count.
         operator: a column of `BACKENDS`.
-        facts: what else the backend's limit on this operator asks for.
+        facts: further arguments of the backend's limit on this operator.
 
     Example: `resolve_backend("auto", u)` is "triton" on a GPU.
     """
@@ -262,32 +273,32 @@ def _refusal(name: str, x: Tensor, operator: str, facts: Sequence[Any]) -> str |
 
 @cache
 def _log_choice(operator: str, name: str, *refused: str) -> None:
-    """Once for each choice and reason: a model makes thousands of the same."""
+    """Log each choice and reason once: a model makes the same choice thousands of times."""
     reasons = f" ({'; '.join(refused)})" if refused else ""
     logger.debug("auto runs %s on %s%s", operator, name, reasons)
 
 
 def choose(operator: str, backend: str, x: Tensor, *facts: Any) -> Callable[..., Any]:
-    """The implementation of an operator, for inputs like x; ValueError if there is none.
+    """Return the implementation of an operator for inputs like x; ValueError if none can run.
 
     Example: `choose("conv", "auto", x, weight)`
     """
     name = resolve_backend(backend, x, operator, *facts)
-    # A kernel needs at least one program: without elements the plain form gives the empty result.
+    # A kernel launch needs at least one program; plain torch returns the empty result.
     if x.numel() == 0 and operator not in ("scan", "step"):
         name = "torch"
     return getattr(BACKENDS[name], operator)
 
 
 def uses_triton(backend: str, x: Tensor) -> bool:
-    """Whether Triton kernels run on tensors like x, of which there must be an element."""
+    """Whether Triton kernels run on tensors like x, which must not be empty."""
     return resolve_backend(backend, x) == "triton" and x.numel() > 0
 
 
 def refuse_second_derivative(what: str, remedy: str = "use backend='torch'") -> None:
-    """RuntimeError if a backward pass is itself to be differentiated, to be called in one.
+    """Call in a backward pass: RuntimeError if that pass is itself to be differentiated.
 
-    Without it the gradient would count as a constant, and a gradient penalty be wrong in silence.
+    Otherwise the gradient would count as a constant, and a gradient penalty be silently wrong.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
@@ -296,15 +307,15 @@ def refuse_second_derivative(what: str, remedy: str = "use backend='torch'") -> 
 
 
 class Operator:
-    """`flash_frac::name` of torch.library, computed by `kernel`, whose first argument is a tensor.
+    """The torch.library operator `flash_frac::name`; `kernel` takes a tensor as first argument.
 
-    In eager mode the way through torch's dispatcher takes longer than a launch, so plain tensors
-    meet the kernel directly. Compilers, tensor subclasses and dispatch modes (FLOP counters,
-    selective activation checkpointing) see the registered operator. A gradient cannot be
-    differentiated again, nor torch.func be used: both raise.
+    In eager mode torch's dispatcher takes longer than a launch, so plain tensors go to the kernel
+    directly. Compilers, tensor subclasses and dispatch modes (FLOP counters, selective activation
+    checkpointing) see the registered operator. Differentiating a gradient again, or using
+    torch.func, raises.
 
     Attributes:
-        registered: the operator of torch.library.
+        registered: the torch.library operator.
     """
 
     def __init__(self, name: str, kernel: Callable[..., Any], mutates: Sequence[str]) -> None:
@@ -316,18 +327,18 @@ class Operator:
         self.__doc__ = kernel.__doc__
 
     def register_fake(self, fake: Callable[..., Any]) -> None:
-        """Shapes and dtypes of the results."""
+        """Register the function that gives shapes and dtypes of the results."""
         self.registered.register_fake(fake)
 
     def register_flops(self, count: Callable[..., int]) -> None:
-        """What torch.utils.flop_counter counts, from the arguments with shapes for tensors."""
+        """Register the FLOP formula; its arguments are the operator's, with shapes for tensors."""
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
         from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
         packet = getattr(torch.ops.flash_frac, self._name)
         register_flop_formula(packet)(count)
-        # A counter copies all formulas when it is made. This operator may be loaded later, by the
-        # first call under that counter.
+        # A counter copies all formulas when it is created, but this operator may be loaded
+        # later, by the first call under that counter.
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
                 counter.flop_registry[packet] = flop_registry[packet]
@@ -335,7 +346,7 @@ class Operator:
     def register_autograd(
         self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]
     ) -> None:
-        """As in torch.library: what to keep, and the gradients of all arguments."""
+        """Register, as in torch.library, what to save and the gradients of all arguments."""
 
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
             refuse_second_derivative(f"the Triton kernel of flash_frac::{self._name}")
@@ -343,7 +354,7 @@ class Operator:
 
         self.registered.register_autograd(backward, setup_context=setup_context)
 
-        # A setup_context of its own would have torch inspect the signature at every call.
+        # With a separate setup_context, torch would inspect the signature at every call.
         def forward(ctx: Any, *arguments: Any) -> Any:
             output = self.kernel(*arguments)
             setup_context(ctx, arguments, output)

@@ -1,26 +1,26 @@
 """Context parallelism: one row of tokens cut into n slices, slice r held by rank r of a group.
 
-A slice changes the state S that comes into it to P S + F, with
+A slice maps its incoming state S to P S + F, with
 
-    P[m] = exp(sum_t log_decay[t, m])                              what it keeps of an old state
-    F[m] = sum_t write[t, m] exp(sum_{s > t} log_decay[s, m]) u[t]     what it adds of its own
+    P[m] = exp(sum_t log_decay[t, m])                              share of the old state kept
+    F[m] = sum_t write[t, m] exp(sum_{s > t} log_decay[s, m]) u[t]     contribution of the slice
 
-P and F of all slices are gathered, rank r follows S <- P_j S + F_j over j < r, and from there on
-the scan of its slice is the ordinary one. The gradient of a gather is the sum over ranks of the
-gradients of what each made of it, so that a loss reaches back through all slices before its own.
+All ranks gather P and F of all slices. Rank r iterates S <- P_j S + F_j over j < r, then scans its
+slice as usual. The gradient of a gather is the sum of the gradients from all ranks, so a loss
+reaches back through all slices before its own.
 
-A layer moves, from each rank to each other, 4 B H M (D + 1) bytes for the scan and
-bytes(dtype) B I (K - 1) for the convolution; the backward pass moves the same once more.
-None of it depends on the length of the row. A delta layer moves 4 B H K (D + K) bytes for its scan,
-with K key channels of a head. An attention layer moves the keys and values of all tokens.
+Each rank sends every other, per layer, 4 B H M (D + 1) bytes for the scan and bytes(dtype) B I
+(K - 1) for the convolution; the backward pass sends the same again. Neither depends on the length
+of the row. A delta layer sends 4 B H K (D + K) bytes for its scan, with K key channels per head. An
+attention layer sends the keys and values of all tokens.
 
 Every rank must make the same calls in the same order, forward and backward: a rank whose tokens
-have no loss multiplies by 0 and still calls backward(). Only the ranks' shares of a parameter's
-gradient are computed; their sum is the gradient.
+have no loss multiplies by 0 and still calls backward(). Each rank computes its share of a
+parameter's gradient; the gradient is their sum.
 
-Packed documents: cu_seqlens (N + 1,) bounds the sequences of the local slice. The first of them
-continues the last one of the slice before, and is empty (0 comes twice) where a document begins
-with the slice. On rank 0 it begins afresh.
+Packed documents: cu_seqlens (N + 1,) bounds the sequences of the local slice. The first sequence
+continues the last one of the previous slice, and is empty (0 comes twice) if a document starts
+with the slice. On rank 0 it starts from zeros.
 
 Letters: B batch, T time (of a slice), H heads, D head channels, M modes, I channels, K taps (or key
 channels of a delta head), N sequences (B, or those packed in a slice).
@@ -41,7 +41,7 @@ from flash_frac.ops.delta.api import check_delta_inputs, delta_scan
 from flash_frac.ops.scan.api import ScanOutput, check_cu_seqlens, check_scan_inputs, frac_scan
 
 if TYPE_CHECKING:
-    # Builds of torch without distributed have the module, but nothing in it.
+    # Builds of torch without distributed have the module, but it is empty.
     from torch.distributed import ProcessGroup
 
 
@@ -55,21 +55,21 @@ def sharded_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> ScanOutput:
-    """`frac_scan` of a row of which this rank holds one slice, in the order of ranks.
+    """`frac_scan` of a row that is sliced over ranks, in rank order.
 
-    Slices may differ in length, and in the number of sequences packed in them; all else is the
-    same on every rank. To be called on every rank of the group, and so is backward().
+    Slices may differ in length and in their number of packed sequences; everything else is the
+    same on every rank. Call it, and backward(), on every rank of the group.
 
     Args:
         u: (B, T, H, D) this rank's slice; read, write, log_decay: (B, T, H, M), as in `frac_scan`.
         group: the ranks that share the row.
         cu_seqlens: (N + 1,) bounds of the sequences packed in this slice (B = 1); the first one
-            continues the last one of the slice before, and may be empty.
+            continues the last one of the previous slice, and may be empty.
         backend: as in `frac_scan`.
 
     Returns:
         ScanOutput(y, state): y (B, T, H, D) of this slice; state (N, H, M, D) after the last token
-        of each local sequence, so that the last rank has the states after the whole row.
+        of each local sequence; on the last rank these are the states after the whole row.
 
     Example:
         >>> group = torch.distributed.group.WORLD
@@ -78,14 +78,14 @@ def sharded_scan(
     """
     check_scan_inputs(u, read, write, log_decay, ("B", "T", "H", "D"))
     if u.shape[1] == 0:
-        # The outputs of other ranks would wait for a gradient that no output here can carry.
+        # Other ranks would wait for this rank's gradient, and an empty output has none.
         raise ValueError("u must hold at least one token; cut the row into fewer slices")
     start = _last_start(cu_seqlens, u)
     rank = _rank(group)
     added, kept = summarize(u, write, log_decay, start)
     # (n, B, H, M, D + 1): one exchange serves both.
     slices = _AllGather.apply(torch.cat([added, kept[..., None]], -1), group)
-    # An empty sum and not zeros, because the exchange must be in the graph of rank 0 too.
+    # An empty sum, not zeros, because the exchange must be in rank 0's graph too.
     state = slices[:0, ..., :-1].sum(0)
     for j in range(rank):
         state = torch.addcmul(slices[j, ..., :-1], slices[j, ..., -1:], state)
@@ -111,14 +111,14 @@ def sharded_delta_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> ScanOutput:
-    """`delta_scan` of a row of which this rank holds one slice, in the order of ranks.
+    """`delta_scan` of a row that is sliced over ranks, in rank order.
 
-    P of a slice is a matrix (K, K) a head: what becomes of an identity as state if all values are
-    zero. It and F cost a scan each, of K and D channels, before the scan of the slice.
+    P of a slice is a (K, K) matrix per head: the final state when the initial one is the identity
+    and all values are zero. P and F cost one scan each, of K and D channels, before the main scan.
 
     Args:
         q, k: (B, T, H, K) this rank's slice; v: (B, T, H, D); beta, log_decay: (B, T, H).
-        The rest as in `sharded_scan`, and so is what is returned.
+        Other arguments and the result are as in `sharded_scan`.
 
     Example:
         >>> mine = [x.chunk(group.size(), 1)[group.rank()] for x in (q, k, v, beta, log_decay)]
@@ -130,7 +130,7 @@ def sharded_delta_scan(
     gates, channels, rank = (beta, log_decay), v.shape[-1], _rank(group)
     added = delta_scan(q, k, v, *gates, cu_seqlens=cu_seqlens, backend=backend).state[-v.shape[0] :]
     kept = added.new_zeros(*added.shape[:3], k.shape[-1])
-    # If the last sequence begins in this slice, nothing of an old state is kept.
+    # If the last sequence begins in this slice, none of the old state is kept.
     if _last_start(cu_seqlens, v) is None:
         kept.diagonal(dim1=-2, dim2=-1).fill_(1)
         blank = torch.zeros_like(k)
@@ -151,7 +151,7 @@ def summarize(
 
     Args:
         u: (B, T, H, D); write, log_decay: (B, T, H, M), as in `frac_scan`.
-        start: where the last sequence of a packed row begins; P is then 0, and F is its own.
+        start: first token of the last packed sequence; P is then 0, and F covers that sequence.
     """
     return _SliceSummary.apply(u, write, log_decay, start)
 
@@ -159,10 +159,10 @@ def summarize(
 def window_before(
     x: Tensor, kernel: int, *, group: ProcessGroup, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """The inputs x[-K + 1], ..., x[-1] of a causal convolution, which the rank before holds.
+    """The inputs x[-K + 1], ..., x[-1] of a causal convolution, from the previous rank.
 
     A document that began within the last K - 1 tokens of that slice has zeros before it, as at
-    the start of any sequence. To be called on every rank of the group, and so is backward().
+    the start of any sequence. Call it, and backward(), on every rank of the group.
 
     Args:
         x: (B, T, I) this rank's slice of the convolution's inputs, T >= K - 1.
@@ -170,8 +170,8 @@ def window_before(
         group, cu_seqlens: as in `sharded_scan`.
 
     Returns:
-        (N, I, K - 1), the `window` of `causal_conv`: zeros on rank 0 and for all but the first of
-        packed sequences.
+        (N, I, K - 1), the `window` of `causal_conv`: zeros on rank 0, and for all packed
+        sequences but the first.
 
     Example:
         >>> window = window_before(x, 4, group=group)
@@ -191,21 +191,21 @@ def window_before(
     if start is not None:
         token = torch.arange(num_tokens - past, num_tokens, device=x.device)
         recent = recent.masked_fill((token < start)[:, None], 0)
-    # Without a past there is nothing to exchange, on any rank.
+    # One tap has no past, so no rank has anything to exchange.
     windows = _AllGather.apply(recent.mT, group) if past else recent.mT[None][:0]
-    # An empty sum on rank 0, whose graph must hold the exchange too.
+    # An empty sum on rank 0, because the exchange must be in its graph too.
     before = windows[max(rank - 1, 0) : rank].sum(0)
     return _first_of(before, cu_seqlens)
 
 
 class SliceBorders(NamedTuple):
-    """Where this rank's slice lies in the row.
+    """Position of this rank's slice in the row.
 
     Attributes:
-        lengths: tokens of each rank's slice.
-        offset: tokens before this slice, in the row.
-        begin: where in the row the document began that goes on into this slice; 0 if the row is
-            not packed.
+        lengths: number of tokens of each rank's slice.
+        offset: number of tokens in the row before this slice.
+        begin: position in the row where the document that continues into this slice began; 0 if
+            the row is not packed.
     """
 
     lengths: list[int]
@@ -216,10 +216,10 @@ class SliceBorders(NamedTuple):
 def slice_borders(
     x: Tensor, *, group: ProcessGroup, cu_seqlens: Tensor | None = None
 ) -> SliceBorders:
-    """The borders of the slice x (B, T, ...); waits for a GPU, once for all layers of a model.
+    """The borders of the slice x (B, T, ...). Syncs with the GPU, so call it once for all layers.
 
     Args:
-        group, cu_seqlens: as in `sharded_scan`. To be called on every rank of the group.
+        group, cu_seqlens: as in `sharded_scan`. Call it on every rank of the group.
     """
     start = _last_start(cu_seqlens, x)
     start = torch.tensor(-1) if start is None else start
@@ -232,10 +232,10 @@ def slice_borders(
 
 
 def with_tokens_before(x: Tensor, lengths: Sequence[int], *, group: ProcessGroup) -> Tensor:
-    """x (B, H, T, D) of this rank behind that of the ranks before: (B, H, P + T, D).
+    """x (B, H, T, D) of the previous ranks followed by this rank's: (B, H, P + T, D).
 
-    Every rank gets all slices, and drops those behind its own: a ring would hold fewer at a time.
-    To be called on every rank of the group, and so is backward().
+    Every rank receives all slices and drops the later ones; a ring would hold fewer at a time.
+    Call it, and backward(), on every rank of the group.
 
     Args:
         lengths: T of every rank.
@@ -243,12 +243,12 @@ def with_tokens_before(x: Tensor, lengths: Sequence[int], *, group: ProcessGroup
     rank, longest = _rank(group), max(lengths)
     slices = _AllGather.apply(F.pad(x, (0, 0, 0, longest - x.shape[2])), group)
     before = [part[:, :, :length] for part, length in zip(slices[:rank], lengths, strict=False)]
-    # No token of the first slice on rank 0, whose graph must hold the exchange too.
+    # Rank 0 takes zero tokens of the first slice, because its graph must hold the exchange too.
     return torch.cat([slices[0, :, :, :0], *before, x], 2)
 
 
 def _rank(group: ProcessGroup) -> int:
-    """The place of this process in the group, which is that of its slice in the row."""
+    """Rank of this process in the group, which is the position of its slice in the row."""
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(
@@ -258,7 +258,7 @@ def _rank(group: ProcessGroup) -> int:
 
 
 def _last_start(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Where in the slice its last sequence begins; None if one sequence fills the whole slice."""
+    """First token of the slice's last sequence; None if one sequence fills the whole slice."""
     if cu_seqlens is None or check_cu_seqlens(cu_seqlens, x) == 1:
         return None
     return cu_seqlens[-2]
@@ -272,9 +272,9 @@ def _first_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """x (...) of every rank as (n, ...); its gradient is the sum of what all ranks send back.
+    """x (...) of every rank as (n, ...); its gradient is the sum of the gradients of all ranks.
 
-    Lists of tensors, because the names of the collectives for one tensor change between releases.
+    Uses lists of tensors, because collectives on one tensor are renamed between releases.
     """
 
     @staticmethod
@@ -297,7 +297,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _from(start: Tensor | None, x: Tensor) -> Tensor:
-    """x (B, T, H, ...) with zeros for tokens before `start`, whatever they were."""
+    """x (B, T, H, ...) with tokens before `start` set to zero, even if NaN."""
     if start is None:
         return x
     token = torch.arange(x.shape[1], device=x.device)
@@ -307,7 +307,7 @@ def _from(start: Tensor | None, x: Tensor) -> Tensor:
 def _decay_to_end(log_decay: Tensor, start: Tensor | None) -> Tensor:
     """exp(sum of log_decay after each token) (B, T, H, M), and 0 for tokens before `start`."""
     from_here = log_decay.flip(1).cumsum(1).flip(1)
-    # Shifted, not subtracted: the difference would lose the digits of a slow mode.
+    # Shifted, not subtracted: a difference would lose digits of a slow mode.
     decay = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1).exp_()
     return _from(start, decay)
 
@@ -316,8 +316,8 @@ class _SliceSummary(torch.autograd.Function):
     """F (B, H, M, D) and P (B, H, M) of u, write, log_decay and the last sequence's first token.
 
     If more than one sequence lies in the slice, P is exactly 0 and F is that of the last one.
-    The gradient is written out: autograd would keep wide copies of all inputs. Mixed-precision
-    regions are left at the door: they would round the products to 16 bits.
+    The gradient is explicit, because autograd would keep wide copies of all inputs. Autocast is
+    disabled inside, because it would round the products to 16 bits.
     """
 
     @staticmethod
@@ -345,7 +345,7 @@ class _SliceSummary(torch.autograd.Function):
             weight = write * decay
             du = torch.einsum("bthm,bhmd->bthd", weight, dadded)
             dweight = torch.einsum("bthd,bhmd->bthm", u, dadded)
-            # log_decay[s] scales what is written at all t < s, and the state that comes in.
+            # log_decay[s] scales all writes at t < s, and the incoming state.
             passing = (dweight * weight).cumsum(1)
             dlog_decay = torch.cat([torch.zeros_like(passing[:, :1]), passing[:, :-1]], 1)
             if start is None:

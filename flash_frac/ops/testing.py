@@ -1,4 +1,4 @@
-"""Inputs and errors for what checks or times the scans: the tests, the benchmarks, the doctor."""
+"""Inputs and errors for tests, benchmarks and `frac doctor`, which check or time the scans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_inputs(
     device: torch.device | str = "cpu",
     rho_eps: float = 0.0,
 ) -> ScanInputs:
-    """Random inputs whose controls span their whole range: some modes die in a token, some never.
+    """Random inputs whose controls span their full range: some modes decay in a token, some never.
 
     delta is log-uniform in [1e-4, 1], alpha uniform in [0.1, 0.9], lam log-uniform in [1/4, 4], so
     that lam^(1/alpha) spans 1e-6 to 1e6; timescales are geometric from 1 to 2^17. Drawn in float64
@@ -89,7 +89,7 @@ def random_delta_inputs(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> DeltaInputs:
-    """Random inputs of the delta rule, drawn as those of `random_inputs` are.
+    """Random inputs of the delta rule, drawn like those of `random_inputs`.
 
     Queries and keys have unit length, beta is uniform in [0, 1], and -log_decay is log-uniform in
     [1e-4, 1]: some tokens forget most of the state, some nothing.

@@ -1,6 +1,6 @@
-"""Fractional relaxation and its finite banks of exponential modes; numpy, and scipy for the fits.
+"""Fractional relaxation and its finite banks of exponential modes; needs numpy, and scipy for fits.
 
-`docs/maths.md` tells the story; each file below is one step of it.
+`docs/maths.md` explains the mathematics; each file here is one step of it.
 """
 
 from flash_frac.theory.bank_search import OptimisedBank, optimise_bank
@@ -9,6 +9,7 @@ from flash_frac.theory.banks import (
     bank_info,
     bank_names,
     geometric_bank,
+    head_banks,
     named_bank,
     resolve_bank,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "bin_masses",
     "evaluate_bank",
     "geometric_bank",
+    "head_banks",
     "impulse_density",
     "impulse_response",
     "impulse_response_tail",

@@ -2,16 +2,16 @@ r"""Search for one bank of timescales that serves many orders α at once.
 
     minimise over τ   mean_α  min_c max_s |E_α(-s^α) - Σ_m c_m exp(-s/τ_m)|
 
-by sequential linear programming: around the current bank and its best coefficients the sum is
-linear in (c, log τ), so the best joint change within a trust region is one linear programme; the
-true error, from `minimax.py`, decides whether the step is kept and how the region changes.
+by sequential linear programming. Near the current bank and its best coefficients, the sum is linear
+in (c, log τ), so the best joint change within a trust region is one linear programme. The true
+error, from `minimax.py`, determines whether the step is kept and how the region changes.
 
-The answer is a local optimum. Orders near 1 pull the nearest mode to τ = 1 and hold it there, and
-the search does not carry others across it: how many modes lie below is decided by the start, and
-starts that differ in it should be tried.
+The result is a local optimum. Orders near 1 pull the nearest mode to τ = 1 and hold it there, and
+the search does not move others across it: the start fixes how many modes lie below, so try starts
+that differ in this.
 
-Measured on one core, mean error over the paper's 90 orders, beside that of the stored bank of the
-same kind:
+Measured on one core: time and mean error over the paper's 90 orders, with the error of the stored
+bank of the same kind in parentheses:
 
     optimise_bank(8)                                            3 s   2.11e-4  (2.35e-4)
     optimise_bank(16)                                          34 s   8.41e-8  (8.85e-8)
@@ -19,8 +19,8 @@ same kind:
     optimise_bank(16, window=(0.1, 6553.6))                    19 s   2.15e-5  (2.48e-5)
     optimise_bank(16, window=(0.01, 1e6), start=wide)          12 s   1.04e-4  (1.07e-4)
 
-with wide = np.geomspace(5e-4, 5e6, 16), which leaves five modes below τ = 1. The default start of
-the last call leaves four, and ends at 3.27e-4.
+with wide = np.geomspace(5e-4, 5e6, 16), which has five modes below τ = 1. The default start of the
+last call has four, and ends at 3.27e-4.
 
 M is the number of modes, K the number of orders, N the number of grid points.
 """
@@ -47,9 +47,9 @@ from flash_frac.theory.mittag_leffler import relaxation
 from flash_frac.theory.validation import check_bank, check_count, check_order
 
 SEARCH_ALPHAS = np.linspace(0.10, 0.99, 11)
-"""Orders that the search looks at; a bank good on these is good on the paper's 90."""
+"""Orders used in the search; a bank that is good on these is good on the paper's 90."""
 
-_FIRST_RADIUS = 0.1  # of the trust region, in log τ
+_FIRST_RADIUS = 0.1  # initial radius of the trust region, in log τ
 _LARGEST_RADIUS = 0.25
 _SMALLEST_STEP = 1e-4
 _SMALLEST_GAIN = 1e-4  # relative
@@ -63,7 +63,7 @@ class OptimisedBank(NamedTuple):
     Fields:
         tau: (M,) timescales.
         mean_error: mean minimax error over the orders of the search.
-        errors: mean error after every accepted step, the start first.
+        errors: mean error at the start and after every accepted step.
     """
 
     tau: NDArray[np.float64]
@@ -97,8 +97,8 @@ def optimise_bank(
         window: (s_min, s_max), 0 < s_min < s_max, in units of s = λ^(1/α) t.
         constraint: "simplex" (c >= 0, Σc = 1) or "sum_le_1" (c >= 0, Σc <= 1).
         alphas: (K,) orders in (0, 1).
-        start: (M,) increasing timescales; geometric from s_min / 10 to 20 s_max unless told.
-        max_steps: bound on the number of steps, kept or not.
+        start: (M,) increasing timescales; by default geometric from s_min / 10 to 20 s_max.
+        max_steps: maximum number of steps, accepted or not.
         num_points: size N of the logarithmic grid over the window.
 
     Returns:
@@ -142,7 +142,7 @@ def _mean_error(fits: list[MinimaxFit]) -> float:
 
 
 def _next_radius(radius: float, quality: float) -> float:
-    """Grow the trust region after a step that kept its promise, shrink it after a bad one."""
+    """Grow the trust region after a step as good as predicted; shrink it after a poor one."""
     if quality < 0.25:
         return radius / 3
     return min(2 * radius, _LARGEST_RADIUS) if quality > 0.7 else radius
@@ -153,15 +153,15 @@ def _best_move(
 ) -> tuple[NDArray[np.float64], float]:
     """Change of log τ (M,) within ±radius with the least linearised mean error, and that error.
 
-    Unknowns: M changes of log τ in units of `radius`; then for each order M changes of c and the
-    new error, in units of its present error.
+    Unknowns: M changes of log τ in units of `radius`; then, for each order, M changes of c and the
+    new error, in units of its current error.
     """
     optimize = require("scipy.optimize", "theory", "flash_frac.theory.optimise_bank")
     sparse = require("scipy.sparse", "theory", "flash_frac.theory.optimise_bank")
     num_modes, num_orders = len(tau), len(fits)
     error = np.array([fit.error for fit in fits])
     rows, limits = _error_rows(problem, tau, fits, radius, sparse)
-    # The change of each sum of c: none on the simplex, at most what is missing to 1 otherwise.
+    # On the simplex the sums of c must not change; otherwise they may grow up to 1.
     one_sum = np.append(np.ones(num_modes), 0.0)[None]
     sums = sparse.hstack(
         [
@@ -200,7 +200,7 @@ def _error_rows(
     radius: float,
     sparse: ModuleType,
 ) -> tuple[object, NDArray[np.float64]]:
-    """Sparse rows and their limits: |linearised error| <= new error, and neighbours stay apart."""
+    """Sparse rows and limits: |linearised error| <= new error, and a minimum gap of neighbours."""
     num_modes = len(tau)
     tau_columns, c_blocks, limits = [], [], []
     for fit, target in zip(fits, problem.targets, strict=True):

@@ -1,8 +1,7 @@
-"""Banks of timescales: the geometric one of the paper, and optimised ones kept in `banks.json`.
+"""Banks of timescales: the paper's geometric one, and optimised ones stored in `banks.json`.
 
-A bank is an increasing array tau (M,) of timescales in units of λ^(-1/α). This file needs numpy
-alone, because layers read it when they are built. `bank_search.optimise_bank` is how the named
-banks are found.
+A bank is an increasing array tau (M,) of timescales in units of λ^(-1/α). This file needs only
+numpy, because layers import it. `bank_search.optimise_bank` found the named banks.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from flash_frac.theory.validation import check_bank, check_count, check_positive
 
 
 class BankInfo(NamedTuple):
-    """A named bank and what is known about it.
+    """A named bank and its properties.
 
     Fields:
         tau: (M,) timescales.
         window: the interval of s = λ^(1/α) t on which it was optimised.
-        constraint: on the coefficients, "simplex" (c >= 0, sum 1) or "sum_le_1" (c >= 0, sum at
-            most 1).
-        mean_error, max_error: of the minimax errors over α = 0.10, 0.11, ..., 0.99.
+        constraint: constraint on the coefficients: "simplex" (c >= 0, sum 1) or "sum_le_1"
+            (c >= 0, sum at most 1).
+        mean_error, max_error: mean and maximum minimax error over α = 0.10, 0.11, ..., 0.99.
     """
 
     tau: NDArray[np.float64]
@@ -41,9 +40,9 @@ class BankInfo(NamedTuple):
 def geometric_bank(
     num_modes: int, tau_min: float = 1.0, tau_max: float = 131072.0
 ) -> NDArray[np.float64]:
-    """tau_m = tau_min (tau_max / tau_min)^((m-1)/(M-1)), both ends included.
+    """tau_m = tau_min (tau_max / tau_min)^((m-1)/(M-1)), including both ends.
 
-    A bank of one mode sits at the geometric mean of the ends.
+    A bank of one mode has the geometric mean of the ends.
 
     Args:
         num_modes: M >= 1.
@@ -65,6 +64,31 @@ def geometric_bank(
     if num_modes == 1:
         return np.array([math.sqrt(tau_min) * math.sqrt(tau_max)])
     return np.geomspace(tau_min, tau_max, num_modes)
+
+
+def head_banks(
+    num_heads: int, num_modes: int, tau_min: float = 1.0, tau_max: float = 131072.0
+) -> NDArray[np.float64]:
+    """A geometric bank for each head, which together go from tau_min to tau_max.
+
+    Head h of H goes from tau_min r^(h / (H + 1)) to tau_min r^((h + 2) / (H + 1)), where r is
+    tau_max / tau_min: each shares half of its range, on the log axis, with the next one.
+
+    Args:
+        num_heads: H >= 1.
+        num_modes, tau_min, tau_max: as in `geometric_bank`.
+
+    Returns:
+        (H, M) float64 array, strictly increasing along the modes.
+
+    Example:
+        >>> head_banks(2, 3, 1.0, 1000.0).round(9).tolist()
+        [[1.0, 10.0, 100.0], [10.0, 100.0, 1000.0]]
+    """
+    ends = geometric_bank(check_count("num_heads", num_heads) + 2, tau_min, tau_max)
+    return np.stack(
+        [geometric_bank(num_modes, low, high) for low, high in zip(ends, ends[2:], strict=False)]
+    )
 
 
 def bank_names() -> tuple[str, ...]:
@@ -120,17 +144,19 @@ def resolve_bank(
     num_modes: int,
     tau_min: float,
     tau_max: float,
+    num_heads: int = 1,
 ) -> NDArray[np.float64]:
     """Timescales of a bank given by name or by value, checked against the number of modes.
 
     Args:
-        bank: "geometric", one of `bank_names()`, or M increasing timescales.
+        bank: "geometric", "per_head", one of `bank_names()`, or M increasing timescales.
         num_modes: M >= 1.
-        tau_min: fastest timescale of the geometric bank; the other kinds ignore it.
-        tau_max: slowest timescale of the geometric bank; the other kinds ignore it.
+        tau_min: fastest timescale of geometric banks; the other kinds ignore it.
+        tau_max: slowest timescale of geometric banks; the other kinds ignore it.
+        num_heads: H of "per_head", see `head_banks`; the other kinds ignore it.
 
     Returns:
-        (M,) float64 array, strictly increasing.
+        (M,) float64 array, strictly increasing; (H, M) for "per_head".
 
     Example:
         >>> resolve_bank([1, 2, 5], 3, 1.0, 65536.0).tolist()
@@ -140,8 +166,10 @@ def resolve_bank(
     if isinstance(bank, str):
         if bank == "geometric":
             return geometric_bank(num_modes, tau_min, tau_max)
+        if bank == "per_head":
+            return head_banks(num_heads, num_modes, tau_min, tau_max)
         if bank not in _stored():
-            known = ", ".join(("geometric", *_stored()))
+            known = ", ".join(("geometric", "per_head", *_stored()))
             raise ValueError(f"bank must be one of {known} or a list of timescales, got {bank!r}")
         tau = named_bank(bank)
     else:

@@ -1,4 +1,4 @@
-r"""The fractional equation in time, and the bank of ordinary equations that stands in for it.
+r"""The fractional equation in time, and the bank of ordinary equations that approximates it.
 
     fractional   D^α h = -λ h + u                                   (Caputo derivative, 0 < α <= 1)
     bank         s_m' = -s_m / τ_m + u / (λ τ_m),  s_m(0) = h(0),   h ≈ Σ_m c_m s_m
@@ -30,7 +30,7 @@ def simulate_bank(
     """Readout Σ_m c_m s_m of the bank, exact for a held input (zero-order hold).
 
     Over a step, s_m <- ρ s_m + (1-ρ) u/λ with ρ = exp(-dt/τ_m), computed as
-    s_m + (1-ρ) (u/λ - s_m): the form that keeps slow modes accurate.
+    s_m + (1-ρ) (u/λ - s_m), which keeps slow modes accurate.
 
     Args:
         u: (N,) input, u[k] on [t_k, t_{k+1}).
@@ -38,7 +38,7 @@ def simulate_bank(
         tau: (M,) timescales > 0.
         c: (M,) readout coefficients.
         lam: rate λ > 0.
-        h0: h(0), the start of every mode.
+        h0: h(0), the initial value of every mode.
 
     Returns:
         (N+1,) readout at t_0, ..., t_N.
@@ -97,14 +97,14 @@ def solve_fractional_step(
 def simulate_fractional(
     u: ArrayLike, dt: float, alpha: float, *, lam: float = 1.0, h0: float = 0.0
 ) -> NDArray[np.float64]:
-    """Solution of the fractional equation by the implicit L1 scheme, the standard one.
+    """Solution of the fractional equation by the implicit L1 scheme, the standard method.
 
     With b_j = (j+1)^(1-α) - j^(1-α) and μ = Γ(2-α) dt^α,
 
         Σ_{j<n} b_j (h_{n-j} - h_{n-j-1}) = μ (u_{n-1} - λ h_n).
 
-    It is here to compare with: the solution has a derivative like t^(α-1) at 0, where the scheme is
-    inaccurate.
+    It serves for comparison: the derivative of the solution grows like t^(α-1) at 0, where the
+    scheme is inaccurate.
 
     Args:
         u: (N,) input at t_1, ..., t_N; for a held input, the value on the step that ends there.

@@ -1,9 +1,9 @@
-r"""The best coefficients that a bank of timescales allows.
+r"""The best coefficients for a bank of timescales.
 
     minimise over c   max_s |E_α(-s^α) - Σ_m c_m exp(-s/τ_m)|,   s = λ^(1/α) t in a window,
 
-under the constraint of the paper (c on the simplex) or a weaker one, by linear programming. M is
-the number of modes, N the number of grid points.
+under the paper's constraint (c on the simplex) or a weaker one, by linear programming. M is the
+number of modes, N the number of grid points.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flash_frac.theory.validation import check_bank, check_count, check_order
 Constraint = Literal["simplex", "sum_le_1", "free"]
 
 PAPER_WINDOW = (4.0, 6553.6)
-"""The paper's window of s: 4 tau_min to 65536 tokens of 0.1."""
+"""The paper's window of s: from 4 tau_min to 65536 tokens of step 0.1."""
 
 PAPER_ALPHAS = np.arange(10, 100) / 100
 PAPER_ALPHAS.setflags(write=False)
@@ -29,7 +29,7 @@ PAPER_ALPHAS.setflags(write=False)
 
 _MAX_PROGRAMMES = 30
 _TOLERANCE = 1e-5  # relative
-_ROUNDING = 1e-15  # errors below it are those of the exponentials themselves
+_ROUNDING = 1e-15  # smaller errors are rounding of the exponentials
 _SOLVERS = (("highs-ds", 1e-9), ("highs-ds", 1e-7), ("highs-ipm", 1e-7))
 
 
@@ -50,22 +50,22 @@ def minimax_fit(
 ) -> MinimaxFit:
     """Coefficients with the least max_s |E_α(-s^α) - Σ_m c_m exp(-s/τ_m)| on a window.
 
-    A linear programme (HiGHS) on a few points of a logarithmic grid, to which the worst points of
-    the whole grid are added until none is worse than the optimum: the answer is the optimum on the
-    whole grid. Each programme is solved again for the remainder of the last, in its own scale, so
-    that errors far below the solver's tolerance come out.
+    This solves a linear programme (HiGHS) on a few points of a logarithmic grid, and adds the worst
+    points of the whole grid until none is worse than the optimum: the result is the optimum on the
+    whole grid. Each programme is posed for the residual of the last, in its own scale, so errors
+    far below the solver's tolerance are resolved.
 
     Args:
         tau: (M,) strictly increasing timescales > 0.
         alpha: order in (0, 1].
         window: (s_min, s_max), 0 < s_min < s_max.
         constraint: "simplex" (c >= 0, Σc = 1), "sum_le_1" (c >= 0, Σc <= 1) or "free" (none).
-        num_points: size of the grid, ends included.
+        num_points: size of the grid, including the ends.
 
     Returns:
-        MinimaxFit(c, error); c meets the constraint up to rounding, `error` is that of this c on
-        the grid and within 1e-5 of the optimum, relatively. Free fits are badly conditioned: Σ|c|
-        reaches 1e4 on 16 geometric modes, and 32 of them end up to 0.3% above the optimum.
+        MinimaxFit(c, error); c meets the constraint up to rounding, and `error` is its error on
+        the grid, within a relative 1e-5 of the optimum. Free fits are ill-conditioned: Σ|c|
+        reaches 1e4 with 16 geometric modes, and with 32 the error is up to 0.3% above the optimum.
 
     Example:
         >>> from flash_frac.theory.banks import geometric_bank
@@ -85,11 +85,11 @@ def mean_minimax_error(
     constraint: Constraint = "simplex",
     num_points: int = 2000,
 ) -> float:
-    """Mean over `alphas` of the error of `minimax_fit`: the figure of the paper's table of banks.
+    """Mean over `alphas` of the error of `minimax_fit`: the number in the paper's table of banks.
 
     Args:
         tau: (M,) strictly increasing timescales > 0.
-        alphas: (K,) orders in (0, 1]; the paper's 90 unless told.
+        alphas: (K,) orders in (0, 1]; by default the paper's 90.
         window, constraint, num_points: as in `minimax_fit`.
 
     Returns:
@@ -107,7 +107,7 @@ def mean_minimax_error(
 
 
 def window_grid(window: tuple[float, float], num_points: int) -> NDArray[np.float64]:
-    """`num_points` logarithmically spaced times over a window, ends included."""
+    """`num_points` logarithmically spaced times over a window, including its ends."""
     low, high = window
     if not 0 < low < high < math.inf:
         raise ValueError(f"window must satisfy 0 < s_min < s_max < inf, got {window}")
@@ -120,7 +120,7 @@ def fit_on_grid(
     tau: NDArray[np.float64],
     constraint: Constraint,
 ) -> MinimaxFit:
-    """`minimax_fit` for a target (N,) that is given at the increasing times s (N,)."""
+    """Like `minimax_fit`, for a target (N,) given at increasing times s (N,)."""
     if constraint not in get_args(Constraint):
         raise ValueError(f"constraint must be one of {get_args(Constraint)}, got {constraint!r}")
     modes = np.exp(-s[:, None] / tau)
@@ -139,7 +139,7 @@ def fit_on_grid(
         error = np.abs(residual)
         if error.max() < best.error:
             best = MinimaxFit(c, float(error.max()))
-        # level * scale bounds the optimum from below. The programme resolves it only if it was
+        # level * scale is a lower bound of the optimum. The programme resolves it only if it was
         # posed in its own scale.
         if error.max() <= level * scale * (1 + _TOLERANCE) and level > 0.5:
             break
@@ -153,8 +153,8 @@ def _basis(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Columns (N, R) to combine, and the map (M, R) from their weights to the coefficients.
 
-    Bounds on c need the modes themselves. Without bounds the orthonormal columns span the same
-    sums, and are what keeps the programme solvable: modes of a fine bank are nearly dependent.
+    Bounds on c need the modes themselves. Without bounds, orthonormal columns span the same sums
+    and keep the programme solvable: modes of a fine bank are nearly dependent.
     """
     if constraint != "free":
         return modes, np.eye(modes.shape[1])
@@ -171,7 +171,7 @@ def _solve(
     scale: float,
     constraint: Constraint,
 ) -> tuple[NDArray[np.float64], float]:
-    """Change x of the weights with the least max |residual - basis @ x|, and that, over `scale`."""
+    """Change x of the weights with the least max |residual - basis @ x|, and that over `scale`."""
     optimize = require("scipy.optimize", "theory", "flash_frac.theory.minimax_fit")
     num_points, num_weights = basis.shape
     ones = np.ones((num_points, 1))
@@ -185,8 +185,8 @@ def _solve(
     elif constraint == "sum_le_1":
         rows, limits = np.vstack([rows, sum_row]), np.append(limits, (1 - c.sum()) / scale)
     message = ""
-    # Banks of 24 modes and more can defeat one simplex run; a looser tolerance costs digits that
-    # the next round restores.
+    # With 24 modes or more a simplex run can fail; a looser tolerance costs digits that the next
+    # round restores.
     for method, tolerance in _SOLVERS:
         solution = optimize.linprog(
             np.append(np.zeros(num_weights), 1.0),
@@ -208,7 +208,7 @@ def _solve(
 
 
 def _meet(c: NDArray[np.float64], constraint: Constraint) -> NDArray[np.float64]:
-    """Remove from c what rounding has left outside the constraint."""
+    """Project c onto the constraint, which rounding may have violated."""
     if constraint == "free":
         return c
     c = np.maximum(c, 0)
@@ -216,6 +216,6 @@ def _meet(c: NDArray[np.float64], constraint: Constraint) -> NDArray[np.float64]
 
 
 def find_peaks(error: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Indices of the local maxima of `error` (N,), ends included."""
+    """Indices of the local maxima of `error` (N,), including its ends."""
     padded = np.concatenate([[-np.inf], error, [-np.inf]])
     return np.flatnonzero((error >= padded[:-2]) & (error >= padded[2:]))

@@ -1,4 +1,4 @@
-r"""Sums of exponentials that follow fractional relaxation: the theorem's, and errors of any.
+r"""Sums of exponentials that approximate fractional relaxation: the theorem's, and their errors.
 
     E_α(-λ t^α)              ≈ Σ_m c_m exp(-t/τ_m)
     t^(α-1) E_{α,α}(-λ t^α)  ≈ Σ_m d_m exp(-t/τ_m),     d_m = c_m / (λ τ_m)
@@ -59,7 +59,7 @@ def balanced_range(alpha: float, num_modes: int, lam: float = 1.0) -> tuple[floa
 def midpoint_coefficients(
     alpha: float, lam: float, log_tau_min: float, log_tau_max: float, num_modes: int
 ) -> SoeCoefficients:
-    """The theorem's sum: c_m = h τ_m R(τ_m), d_m = h τ_m H(τ_m), at midpoints of steps h of log τ.
+    """The theorem's sum: c_m = h τ_m R(τ_m), d_m = h τ_m H(τ_m), at midpoints of steps h in log τ.
 
     Args:
         alpha: order in (0, 1).
@@ -136,7 +136,7 @@ def kernel_l1_error(
 
     Each kernel is -1/λ times the derivative of the function that `sup_error` compares, so the
     integral is the total variation of that error divided by λ. On a grid it is a sum of
-    differences: no quadrature near the singularity.
+    differences, without quadrature near the singularity.
 
     Args:
         t: (N,) increasing times that resolve the turning points of the error; the integral runs
@@ -147,7 +147,7 @@ def kernel_l1_error(
         lam: rate λ > 0.
 
     Returns:
-        The integral, a float (from below, as the grid is refined).
+        The integral, a float; it increases as the grid is refined.
 
     Example:
         >>> kernel_l1_error([0.0, 1.0], [1.0], [1.0], alpha=1.0)

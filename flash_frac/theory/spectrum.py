@@ -26,7 +26,7 @@ def log_density(v: ArrayLike, alpha: ArrayLike) -> NDArray[np.float64]:
         alpha: order in (0, 1), broadcast against `v`.
 
     Returns:
-        float64 array of the broadcast shape; it never overflows and keeps its digits as α -> 1.
+        float64 array of the broadcast shape; it never overflows and stays accurate as α -> 1.
 
     Example:
         >>> float(log_density(0.0, 0.5).round(12))
@@ -88,10 +88,10 @@ def spectral_mass(log_tau: ArrayLike, alpha: ArrayLike) -> NDArray[np.float64]:
 
     Args:
         log_tau: x = log τ, any shape; ±inf allowed.
-        alpha: order in (0, 1], broadcast against `log_tau`. At α = 1 all mass sits at τ = 1.
+        alpha: order in (0, 1], broadcast against `log_tau`. At α = 1 all mass is at τ = 1.
 
     Returns:
-        float64 array of the broadcast shape, values in [0, 1], relative accuracy kept as x -> -∞.
+        float64 array of the broadcast shape, values in [0, 1], relatively accurate as x -> -∞.
         The mass above τ is `spectral_mass(-log_tau, alpha)`, by symmetry.
 
     Example:
@@ -132,8 +132,7 @@ def bin_masses(tau: ArrayLike, alpha: ArrayLike) -> NDArray[np.float64]:
     edges = (log_tau[1:] + log_tau[:-1]) / 2
     lower = np.append(-np.inf, edges)
     upper = np.append(edges, np.inf)
-    # Slow bins take the difference of the masses above their edges: those are small, and keep their
-    # digits.
+    # Slow bins subtract the masses above their edges, which are small, so no digits are lost.
     rising = spectral_mass(upper, alpha) - spectral_mass(lower, alpha)
     falling = spectral_mass(-lower, alpha) - spectral_mass(-upper, alpha)
     return np.where(lower > 0, falling, rising)

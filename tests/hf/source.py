@@ -1,4 +1,4 @@
-"""transformers' own test classes, from its source distribution; `make test-hf` unpacks it."""
+"""transformers' own test classes, from its source distribution, which `make test-hf` unpacks."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints in processes that import transformers alone."""
+"""Checkpoints in processes that import only transformers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""transformers' ModelTesterMixin and GenerationTesterMixin around pure and mixed Frac models."""
+"""transformers' ModelTesterMixin and GenerationTesterMixin on pure and mixed Frac models."""
 
 import unittest
 from unittest import mock

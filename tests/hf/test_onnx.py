@@ -1,4 +1,4 @@
-"""ONNX: one graph of the forward pass for all lengths, padding included."""
+"""ONNX: one graph of the forward pass for all lengths, including padding."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: packed documents do not read each other; what it saves loads by itself."""
+"""TRL's SFTTrainer: packed documents stay separate, and its checkpoints load on their own."""
 
 from functools import partial
 

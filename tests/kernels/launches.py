@@ -1,4 +1,4 @@
-"""What a launcher would launch: recorded on CPU tensors, without a GPU, and compiled for one."""
+"""Record a launcher's launches on CPU tensors, without a GPU, and compile them for one."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Attention of one token to buffers: against float64, with shared heads, spans and rings."""
+"""Attention of one token over a KV cache, against float64, with shared heads, spans and rings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The search for launch parameters: its steps here, its measurements where there is a GPU."""
+"""The search for launch parameters: its steps anywhere, its measurements on a GPU."""
 
 import pytest
 import torch

@@ -1,13 +1,14 @@
-"""What the launchers launch compiles for Ampere, Hopper and Blackwell, without a GPU.
+"""All launches compile for Ampere, Hopper and Blackwell, without a GPU.
 
 Launches are recorded from the operators themselves, on CPU tensors: signatures, alignments and
-constants are those of real calls. Sizes are those of the 1.3B model, but scans have two heads of 64
-channels, because kernels for more take longer to compile.
+constants are those of real calls. Sizes are those of the 1.3B model, except that scans have two
+heads of 64 channels, because larger kernels take longer to compile.
 """
 
 import importlib
 import pkgutil
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from flash_frac.ops import ControlSettings
 from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.attention.triton import attend_step_op
 from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
-from flash_frac.ops.conv.triton import conv_backward_op, conv_op
+from flash_frac.ops.conv.triton import conv_backward_op, conv_op, masked_conv_op
 from flash_frac.ops.decode.triton import (
     control_step_op,
     conv_step_op,
@@ -57,6 +58,7 @@ REST = ControlSettings(
     normalization="sigmoid",
     beta="exact_zoh",
 )
+EQUAL_VARIANCE = ControlSettings(beta="equal_variance")
 # Bytes of shared memory that a program may use on Ampere (consumer cards) and on Hopper.
 AMPERE_MEMORY, HOPPER_MEMORY = 99 * 1024, 227 * 1024
 
@@ -78,12 +80,12 @@ def step(dtype):
     step_op.kernel(*token, empty(2, H, M), empty(2, H, M, D))
 
 
-def delta(dtype, *, time=128, packed=False, keys=64, channels=64):
-    size = (1, time, 2)
+def delta(dtype, *, batch=1, time=128, heads=2, packed=False, keys=64, channels=64):
+    size = (batch, time, heads)
     q, k, v = (empty(*size, width, dtype=dtype) for width in (keys, keys, channels))
     inputs = (q, k, v, empty(*size, dtype=dtype), empty(*size))
     bounds = torch.tensor([0, 7, time]) if packed else None
-    initial = empty(2, 2, keys, channels) if packed else None
+    initial = empty(2, heads, keys, channels) if packed else None
     y, final = delta_op.kernel(*inputs, initial, bounds)
     delta_backward_op.kernel(y, final if packed else None, *inputs, initial, bounds)
 
@@ -98,18 +100,19 @@ def delta_decode(dtype, *, keys=96, channels=192):
     fused_delta_step_op.kernel(qkv, a, a, empty(H), empty(H), state, None, *gating, 1e-5)
 
 
-def control_inputs(dtype, settings, *size, modes=M):
+def control_inputs(dtype, settings, *size, modes=M, own_tau=False):
     num_dynamics = 3 if settings.alpha_fixed is None else 2
     logits = [empty(*size, n * H, dtype=dtype) for n in (num_dynamics, 2 * modes)]
-    return *logits, empty(H), empty(1), empty(1), empty(modes)
+    log_tau = empty(H, modes) if own_tau else empty(modes)
+    return *logits, empty(H), empty(1), empty(1), log_tau
 
 
-def controls(dtype, settings=None, *, time=64, modes=M):
+def controls(dtype, settings=None, *, time=64, modes=M, own_tau=False):
     """With other settings than the default's: with a prior, a mask and learned timescales too."""
     rest = settings is not None
     settings = settings or ControlSettings()
     size = (1, time)
-    inputs = control_inputs(dtype, settings, *size, modes=modes)
+    inputs = control_inputs(dtype, settings, *size, modes=modes, own_tau=own_tau)
     prior, mask = empty(*size, H, modes), torch.ones(size, dtype=torch.int64)
     given = (prior, mask) if rest else (None, None)
     arguments = (*inputs, *given, *kernel_settings(settings))
@@ -126,6 +129,8 @@ def conv(dtype, *, time=64, packed=False, window=True, taps=4, channels=H * D):
     inputs = (x, empty(channels, 1, taps), bias, old, bounds, sequence)
     u, new = conv_op.kernel(*inputs)
     conv_backward_op.kernel(u, new if window else None, *inputs)
+    if not packed:
+        masked_conv_op.kernel(*inputs[:4], torch.ones(1, time, dtype=torch.bool))
 
 
 def norms(dtype, *, time=64, size=H * D, skip=False):
@@ -143,14 +148,14 @@ def swiglu(dtype, *, time=64, size=3 * D, halves=False):
     swiglu_backward_op.kernel(swiglu_op.kernel(gate, up), gate, up)
 
 
-def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
+def decode(dtype, settings=None, *, taps=4, modes=M, channels=D, own_tau=False):
     rest = settings is not None
     settings = settings or ControlSettings()
     inner, mask = H * channels, torch.ones(2) if rest else None
     x, gate = empty(2, 2 * inner, dtype=dtype).chunk(2, -1)
     window = empty(2, inner, taps - 1, dtype=dtype)
     u = conv_step_op.kernel(x, empty(inner, 1, taps), None if rest else empty(inner), window, mask)
-    inputs = control_inputs(dtype, settings, 2, modes=modes)
+    inputs = control_inputs(dtype, settings, 2, modes=modes, own_tau=own_tau)
     gating = (None, 0.0, None) if rest else (gate, 0.5, empty(H, channels))
     state = empty(2, H, modes, channels)
     u = u.unflatten(-1, (H, channels))
@@ -159,8 +164,15 @@ def decode(dtype, settings=None, *, taps=4, modes=M, channels=D):
     x, weight = empty(2, size, dtype=dtype), empty(num_outputs, size, dtype=dtype)
     residual = empty(2, num_outputs, dtype=dtype)
     parts = (None, empty(size), 1e-6, None) if rest else (empty(num_outputs), None, 0.0, residual)
-    norm_linear_op.kernel(x, weight, *parts)
-    norm_swiglu_op.kernel(x, weight, weight, empty(size), 1e-6)
+    norm_linear_op.kernel(x, weight, None, *parts)
+    norm_swiglu_op.kernel(x, weight, weight, None, None, empty(size), 1e-6)
+
+
+def quantised(dtype, kind=torch.int8, *, num_outputs=2048, size=H * D):
+    x, norm, scale = empty(2, size, dtype=dtype), empty(size), empty(num_outputs)
+    weight, residual = empty(num_outputs, size).to(kind), empty(2, num_outputs, dtype=dtype)
+    norm_linear_op.kernel(x, weight, scale, None, norm, 1e-6, residual)
+    norm_swiglu_op.kernel(x, weight, weight, scale, scale, norm, 1e-6)
 
 
 def attend(dtype, *, heads=H, key_heads=4, columns=4096, channels=128):
@@ -183,18 +195,22 @@ def loss(dtype, *, vocabulary=32000):
 # sequences with states, other switches, sizes that fill no block.
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
 USUAL |= {"swiglu": swiglu, "decode": decode, "delta": delta, "delta decode": delta_decode}
-USUAL |= {"attend": attend, "sample": sample, "loss": loss}
+USUAL |= {"attend": attend, "sample": sample, "loss": loss, "quantised": quantised}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
+    "equal variance": lambda dtype: controls(dtype, EQUAL_VARIANCE),
+    "own timescales": lambda dtype: controls(dtype, EQUAL_VARIANCE, modes=5, own_tau=True),
     "conv": lambda dtype: conv(dtype, packed=True, taps=3, channels=33),
     "two taps": lambda dtype: conv(dtype, window=False, taps=2, channels=1),
     "eight taps": lambda dtype: conv(dtype, window=False, taps=8),
     "norms": lambda dtype: norms(dtype, size=64, skip=True),
     "swiglu": lambda dtype: swiglu(dtype, size=33, halves=True),
     "decode": lambda dtype: decode(dtype, REST, taps=1, modes=31, channels=5),
+    "decode equal variance": lambda dtype: decode(dtype, EQUAL_VARIANCE, own_tau=True),
     "delta": lambda dtype: delta(dtype, packed=True, keys=128, channels=256),
     "delta decode": lambda dtype: delta_decode(dtype, keys=128, channels=256),
+    "quantised": lambda dtype: quantised(dtype, num_outputs=48, size=2049),
     "attend": lambda dtype: attend(dtype, heads=3, key_heads=3, columns=7, channels=200),
     "sample": lambda dtype: sample(dtype, vocabulary=33),
     "loss": lambda dtype: loss(dtype, vocabulary=50),
@@ -220,6 +236,12 @@ def test_compiles(monkeypatch, case, dtype, arch):
     compile_all(distinct(monkeypatch, lambda: USUAL[case](dtype), arch), AMPERE_MEMORY)
 
 
+@pytest.mark.parametrize(("dtype", "arch"), [(LOW, 89), (LOW, 90), (LOW, 100), (FULL, 90)], ids=str)
+def test_weights_of_8_bit_floats_compile_where_the_card_has_them(monkeypatch, dtype, arch):
+    function = partial(quantised, dtype, torch.float8_e4m3fn)
+    compile_all(distinct(monkeypatch, function, arch), AMPERE_MEMORY)
+
+
 @pytest.mark.parametrize("case", OTHER)
 def test_the_rest_compiles(monkeypatch, case):
     compile_all(distinct(monkeypatch, lambda: OTHER[case](LOW)))
@@ -235,17 +257,46 @@ def test_the_parameters_for_hopper_compile(monkeypatch):
     compile_all(launch for launch in launches if not launch.name.startswith("mix"))
 
 
-def test_the_delta_rule_for_hopper_compiles(monkeypatch):
-    """By wgmma; walks, whose blocks have too few channels for it, by mma."""
+@pytest.fixture
+def delta_for_hopper(monkeypatch):
     monkeypatch.setattr(delta_plan, "tuning_for", lambda dtype, device: delta_plan.HOPPER)
     delta_plan.forget_plans()
-    launches = distinct(monkeypatch, lambda: delta(LOW, keys=96, channels=192))
+    yield
     delta_plan.forget_plans()
+
+
+@pytest.mark.parametrize(("keys", "channels"), [(96, 192), (128, 256)])
+def test_the_delta_rule_for_hopper_compiles(monkeypatch, delta_for_hopper, keys, channels):
+    """By wgmma; walks, whose blocks have too few channels for it, by mma."""
+    launches = distinct(monkeypatch, lambda: delta(LOW, keys=keys, channels=channels))
     assert len(launches) == 7
     compile_all(launches)
     for launch in launches:
         product = "mma.sync" if "walk" in launch.name else "wgmma.mma_async"
         assert product in launch.compile().asm["ptx"], launch.name
+
+
+def test_the_backward_walk_of_large_batches_compiles(monkeypatch, delta_for_hopper):
+    """Its blocks have more channels: those of 8 sequences with the 12 heads of frac-delta-1.3b."""
+
+    def call():
+        delta(LOW, batch=8, heads=12, keys=128, channels=256)
+
+    (walk,) = (x for x in distinct(monkeypatch, call) if x.name == "delta_walk_backward_kernel")
+    assert walk.constants[walk.kernel.arg_names.index("BD"),] == 32
+    compile_all([walk])
+
+
+@pytest.mark.parametrize("channels", [16, 64, 192, 256])
+@pytest.mark.parametrize("keys", [16, 128])
+def test_products_for_hopper_have_no_narrow_columns(monkeypatch, delta_for_hopper, keys, channels):
+    """Value channels are the rows of a walk; in all other kernels they are columns."""
+    narrow = delta_plan.HOPPER._replace(output=delta_plan.Launch(32, 4, 3))
+    monkeypatch.setattr(delta_plan, "tuning_for", lambda dtype, device: narrow)
+    plan = delta_plan._plan(keys, channels, 2, "whole", LOW, torch.device("cpu"))
+    for options in (plan.prepare, plan.output, plan.gradient):
+        assert min(options["BK"], options["BD"]) >= 64
+    assert all(options["BK"] >= 64 for options in (plan.states, plan.backward))
 
 
 def all_kernels():

@@ -1,4 +1,4 @@
-"""The kernels of the controls against `controls` in float64: values, gradients, switches."""
+"""The kernels of the controls against `controls` in float64: values, gradients, options."""
 
 import math
 from functools import partial
@@ -27,6 +27,9 @@ SWITCHES = {
     "sigmoid": ControlSettings(normalization="sigmoid"),
     "no_normalization": ControlSettings(normalization="none"),
     "exact_zoh": ControlSettings(beta="exact_zoh"),
+    "equal_variance": ControlSettings(beta="equal_variance"),
+    "equal_variance_no_clamp": ControlSettings(beta="equal_variance", rho_eps=0, alpha_min=0.1),
+    "wide_delta": ControlSettings(dt_max=64.0),
 }
 RESULTS = ("read", "write", "log_decay")
 RESULTS += ("dyn_logits", "rw_logits", "dt_bias", "read_gate", "write_gate", "log_tau")
@@ -34,17 +37,22 @@ RESULTS += ("dyn_logits", "rw_logits", "dt_bias", "read_gate", "write_gate", "lo
 ROWS = 200
 
 
-def random_inputs(settings, *, batch=2, time=37, heads=3, modes=8, dtype=torch.float32):
+def random_inputs(
+    settings, *, batch=2, time=37, heads=3, modes=8, dtype=torch.float32, own_tau=False
+):
     """Arguments of `controls_from_logits`, wide enough for every clamp to act somewhere."""
     num_dynamics = 3 if settings.alpha_fixed is None else 2
     wide = torch.promote_types(dtype, torch.float32)
+    log_tau = torch.linspace(0, 17 * math.log(2), modes, dtype=wide)
+    if own_tau:
+        log_tau = log_tau * torch.rand(heads, 1, dtype=wide) + torch.randn(heads, 1, dtype=wide)
     inputs = (
         3 * torch.randn(batch, time, num_dynamics * heads, dtype=dtype),
         2 * torch.randn(batch, time, 2 * heads * modes, dtype=dtype),
         torch.randn(heads, dtype=wide),
         torch.tensor([-1.0], dtype=wide),
         torch.tensor([0.5], dtype=wide),
-        torch.linspace(0, 17 * math.log(2), modes, dtype=wide),
+        log_tau,
     )
     return [x.to(DEVICE).requires_grad_() for x in inputs]
 
@@ -77,23 +85,26 @@ def magnitudes(inputs, settings, mask, weights):
     Rounding in a sum is measured against its terms, which may cancel. A row is a token of a head.
     """
     dyn, rw, dt_bias, *shared = (x.detach() for x in inputs)
-    heads, modes, size = dt_bias.shape[0], shared[-1].shape[0], dyn.shape[:2]
+    *shared, log_tau = shared
+    heads, modes, size = dt_bias.shape[0], log_tau.shape[-1], dyn.shape[:2]
     mask = dyn.new_ones(size) if mask is None else mask
 
-    def loss(dyn, rw, dt_bias, mask, weights, *shared):
-        got = torch_form((dyn, rw, dt_bias, *shared), settings, mask)
+    def loss(dyn, rw, dt_bias, log_tau, mask, weights, *shared):
+        got = torch_form((dyn, rw, dt_bias, *shared, log_tau), settings, mask)
         return sum((x * w).sum() for x, w in zip(got, weights, strict=True))
 
     rows = (
         dyn.unflatten(-1, (-1, heads)).transpose(-1, -2).flatten(0, 2),
         rw.unflatten(-1, (2, heads, modes)).transpose(-2, -3).flatten(0, 2).flatten(1),
         dt_bias.expand(*size, heads).reshape(-1, 1),
+        log_tau.expand(*size, heads, modes).reshape(-1, modes),
         mask[..., None].expand(*size, heads).flatten(),
         tuple(w.flatten(0, 2)[:, None] for w in weights),
     )
-    of_row = torch.func.grad(loss, argnums=(0, 1, 2, 5, 6, 7))
-    ddyn, drw, dbias, *dshared = torch.vmap(of_row, in_dims=(0,) * 5 + (None,) * 3)(*rows, *shared)
-    summed = (dbias.view(-1, heads), *dshared)
+    of_row = torch.func.grad(loss, argnums=(0, 1, 2, 3, 6, 7))
+    found = torch.vmap(of_row, in_dims=(0,) * 6 + (None,) * 2)(*rows, *shared)
+    ddyn, drw, dbias, dlog_tau, *dgates = found
+    summed = (dbias.view(-1, heads), *dgates, dlog_tau.view(-1, *log_tau.shape))
     return [x.norm() for x in (ddyn, drw, *(x.abs().sum(0) for x in summed))]
 
 
@@ -155,6 +166,12 @@ def test_more_heads_than_a_block(heads):
     check(ControlSettings(), time=5, heads=heads, modes=5)
 
 
+@pytest.mark.parametrize("name", ["default", "exact_prior", "no_prior"])
+@pytest.mark.parametrize("sizes", [{}, {"time": 5, "heads": 17, "modes": 5}], ids=str)
+def test_heads_with_timescales_of_their_own(name, sizes):
+    check(SWITCHES[name], own_tau=True, **sizes)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("name", ["default", "exact_prior"])
 def test_padding_is_an_identity_step(name, dtype):
@@ -184,9 +201,12 @@ def test_expm1_and_log():
     assert ((results[1] - exact) / exact).nan_to_num().abs().max() < 4e-7
 
 
-def test_slow_modes_keep_their_digits():
+@pytest.mark.parametrize("beta", ["one_minus_rho", "equal_variance"])
+def test_slow_modes_keep_their_digits(beta):
     """Element by element: the slowest mode writes 1e-12 of the fastest, and as exactly."""
-    settings = ControlSettings(rho_eps=0, normalization="sigmoid", alpha_min=0.1, alpha_max=0.9)
+    settings = ControlSettings(
+        rho_eps=0, normalization="sigmoid", alpha_min=0.1, alpha_max=0.9, beta=beta
+    )
     inputs = random_inputs(settings, modes=16)
     exact = torch_form([x.double() for x in inputs], settings)
     plain, got = torch_form(inputs, settings), triton_controls(*inputs, settings=settings)
@@ -216,9 +236,24 @@ def test_nan_is_not_hidden(which):
         assert x[0, 1].isnan().all() and x[0, [0, 2]].isfinite().all() and x[1].isfinite().all()
 
 
-def test_is_reproducible():
-    settings = ControlSettings()
-    inputs = random_inputs(settings)
+def test_a_mode_that_never_decays_has_finite_gradients():
+    """At rho = 1 the slope of sqrt(1 - rho^2) is infinite."""
+    settings = ControlSettings(rho_eps=0, beta="equal_variance")
+    inputs = random_inputs(settings, time=3)
+    inputs[5] = torch.full_like(inputs[5], 200.0).requires_grad_()
+    got, plain = triton_controls(*inputs, settings=settings), torch_form(inputs, settings)
+    assert (got.log_decay == 0).all()
+    torch.testing.assert_close(tuple(got), tuple(plain))
+    ones = [torch.ones_like(x) for x in got]
+    gradients = [torch.autograd.grad(x, inputs, ones) for x in (got, plain)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("own_tau", [False, True])
+@pytest.mark.parametrize("name", ["default", "equal_variance"])
+def test_is_reproducible(name, own_tau):
+    settings = SWITCHES[name]
+    inputs = random_inputs(settings, own_tau=own_tau)
     runs = []
     for _ in range(2):
         got = triton_controls(*inputs, settings=settings)
@@ -270,6 +305,8 @@ def test_operator_is_registered_well():
     prior = torch.randn(2, 3, 3, 8, device=DEVICE, requires_grad=True)
     mask = torch.ones(2, 3, device=DEVICE)
     torch.library.opcheck(control_op.registered, (*inputs, prior, mask, *settings))
+    own = random_inputs(ControlSettings(), time=3, own_tau=True)
+    torch.library.opcheck(control_op.registered, (*own, None, None, *settings))
 
 
 def test_wrong_arguments():
@@ -281,5 +318,8 @@ def test_wrong_arguments():
         triton_controls(*inputs, settings=ControlSettings(alpha_fixed=1.0))
     with pytest.raises(ValueError, match=r"mask must have shape \(2, 3\), got \(3, 2\)"):
         triton_controls(*inputs, settings=settings, mask=torch.ones(3, 2, device=DEVICE))
+    own = inputs[5].expand(2, -1)
+    with pytest.raises(ValueError, match=r"log_tau must have shape \(3, 8\), got \(2, 8\)"):
+        triton_controls(*inputs[:5], own, settings=settings)
     with pytest.raises(ValueError, match="backend 'triton' cannot run here"):
         triton_controls(*(x.double() for x in inputs), settings=settings)

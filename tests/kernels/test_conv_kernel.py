@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_frac.ops import causal_conv
-from flash_frac.ops.conv.triton import conv_op
+from flash_frac.ops.conv.triton import conv_op, masked_conv_op
 from tests.errors import assert_all_as_good, widen, with_gradients
 from tests.kernels.devices import DEVICE, DTYPES
 
@@ -86,6 +86,35 @@ def test_packed_large(dtype):
     assert_close(tensors((1, sum(lengths), 520), 4, len(lengths), dtype), boundaries(lengths))
 
 
+# Padding on the left, on the right, between tokens and alone; tokens alone; holes around a segment.
+MASKS = {
+    "any side": [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0] * 5, [1] * 5],
+    "one token": [[0], [1]],
+    "long": [[0] * 140 + [1] * 60, [1] * 2 + [0] * 150 + [1] * 48, [1] + [0] * 199],
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("rows", MASKS.values(), ids=MASKS)
+def test_padding_is_stepped_over(rows, taps, given, monkeypatch):
+    """To the bit as when tokens are moved, which is what happens where gradients are wanted."""
+    mask = torch.tensor(rows, device=DEVICE)
+    inputs = tensors((*mask.shape, 5), taps, len(rows), torch.float32, bias=given, window=given)
+    launched = []
+    kernel = masked_conv_op.kernel
+    monkeypatch.setattr(masked_conv_op, "kernel", lambda *a: launched.append(0) or kernel(*a))
+    wants = [tensor if tensor is None else tensor.clone().requires_grad_() for tensor in inputs]
+    moved = causal_conv(*wants[:3], window=wants[3], mask=mask, backend="triton")
+    assert moved.u.requires_grad and not launched
+    with torch.no_grad():
+        got = causal_conv(*wants[:3], window=wants[3], mask=mask, backend="triton")
+    assert launched
+    assert torch.equal(got.u[mask != 0], moved.u[mask != 0])
+    assert torch.equal(got.window, moved.window)
+    torch.testing.assert_close(got.u, moved.u)
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 17), (3, 1, 17), (1, 4, 17)])
 def test_x_is_half_of_a_projection(shape):
     x = normal(*shape[:-1], 2 * shape[-1]).chunk(2, -1)[0]
@@ -130,6 +159,12 @@ def test_opcheck(packed, given):
     where = (boundaries([1, 0, 3]), torch.tensor([0, 2, 2, 2]).int().to(DEVICE))
     arguments = (*leaves, *(where if packed else (None, None)))
     torch.library.opcheck(conv_op.registered, arguments)
+
+
+def test_opcheck_of_padding():
+    mask = torch.tensor([[False, True], [True, True]], device=DEVICE)
+    inputs = tensors((2, 2, 3), 3, 2, torch.float32)
+    torch.library.opcheck(masked_conv_op.registered, (*inputs, mask))
 
 
 @pytest.mark.parametrize("packed", [False, True])

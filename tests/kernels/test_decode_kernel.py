@@ -1,4 +1,4 @@
-"""One token of the convolution, and of controls and scan, against the torch forms in float64."""
+"""One token of convolution, controls and scan, against the torch forms in float64."""
 
 import pytest
 import torch
@@ -38,9 +38,11 @@ def assert_guarded(x, whole):
     assert x.isfinite().all() and whole.isnan().sum() == whole.numel() - x.numel()
 
 
-def token(settings, *, modes=8, channels=17, dtype=torch.float32, batch=BATCH, heads=HEADS):
+def token(
+    settings, *, modes=8, channels=17, dtype=torch.float32, batch=BATCH, heads=HEADS, own_tau=False
+):
     """u, what `controls_from_logits` takes of one token, and the state."""
-    sizes = {"batch": batch, "time": 1, "heads": heads, "modes": modes}
+    sizes = {"batch": batch, "time": 1, "heads": heads, "modes": modes, "own_tau": own_tau}
     inputs = [x.detach() for x in random_inputs(settings, **sizes, dtype=dtype)]
     dyn, rw = (x[:, 0] for x in inputs[:2])
     u = normal(batch, heads, channels, dtype=dtype)
@@ -71,6 +73,10 @@ def check_step(inputs, settings, mask=None):
 @pytest.mark.parametrize("name", KERNEL_SWITCHES)
 def test_every_switch(name, dtype):
     check_step(token(SWITCHES[name], dtype=dtype), SWITCHES[name])
+
+
+def test_heads_with_timescales_of_their_own():
+    check_step(token(ControlSettings(), own_tau=True), ControlSettings())
 
 
 @pytest.mark.parametrize("channels", [16, 17, 100, 256])

@@ -1,4 +1,4 @@
-"""Kernels as text: docstrings, names of pointers, and how many arguments a kernel takes."""
+"""Style of kernel source: docstrings, pointer names, and number of arguments."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The way to a kernel: short in eager mode, through torch's dispatcher where a mode watches."""
+"""Dispatch to a kernel: direct in eager mode, through torch's dispatcher under a dispatch mode."""
 
 import importlib
 import pkgutil
@@ -79,6 +79,7 @@ def run_all():
     )
     with_gradients(partial(swiglu, backend="triton"), [gate, normal(*gate.shape)])
     with torch.no_grad():
+        causal_conv(gate, *conv, mask=torch.ones_like(gate[..., 0]), backend="triton")
         u = fused_conv_step(gate[:, 0], *conv, normal(B, H * D, 3)).view(B, H, D)
         dyn, rw, *shared = logits
         fused_control_step(u, dyn[:, 0], rw[:, 0], *shared, state, settings=settings)
@@ -139,8 +140,9 @@ LAYERS, HEADS, MODES, TIME, BATCH = 1, 2, 4, 9, 2
 CHUNK = 32  # tokens that the scan multiplies with one another; a shorter row costs as many
 
 
-def small_model(backend):
-    model = make_model(torch.float32, num_hidden_layers=LAYERS, frac_num_modes=MODES)
+def small_model(backend, **fields):
+    fields = {"num_hidden_layers": LAYERS, "frac_num_modes": MODES} | fields
+    model = make_model(torch.float32, **fields)
     return on_backend(model, backend).to(DEVICE).train()
 
 
@@ -215,6 +217,53 @@ def test_checkpoints(monkeypatch):
         assert launched.count("mix_kernel") == runs * LAYERS
         assert launched.count("conv_forward_kernel") == 2 * LAYERS
     assert torch.ops.flash_frac.scan.default in seen
+
+
+@pytest.mark.parametrize(
+    ("mixers", "fields"),
+    [
+        # Not as wide as the logits of read and write are.
+        (["frac"], {"hidden_size": 24}),
+        (["frac", "delta"], {"mlp_intermediate_size": 48}),
+        (["attention", "sliding_attention"], {"sliding_window": 16}),
+    ],
+)
+def test_cheap_checkpoints_keep_products_and_scans(monkeypatch, mixers, fields):
+    """The same gradients to the bit; scans run once, and what is cheap runs twice."""
+    fields = {"mixer_types": mixers, "num_hidden_layers": len(mixers), **fields}
+    model, ids = small_model("triton", **fields), tokens()
+    expected, products = gradients(model, ids), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                products.append(args[-1].shape)
+            return function(*args, **(kwargs or {}))
+
+    def run():
+        launched = []
+        products.clear()
+        with monkeypatch.context() as patch, Products():
+            watch(patch, launched.append)
+            return gradients(model, ids), launched, len(products)
+
+    _, once, num_products = run()
+    model.gradient_checkpointing_enable({"policy": "cheap"})
+    got, launched, again = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert again == num_products
+    for name in ("mix_kernel", "delta_output_kernel"):
+        assert launched.count(name) == once.count(name)
+    assert launched.count("norm_forward_kernel") > once.count("norm_forward_kernel")
+    assert launched.count("conv_forward_kernel") == 2 * once.count("conv_forward_kernel")
+
+
+def test_policies_are_checked():
+    model = small_model("torch")
+    with pytest.raises(ValueError, match=r"policy .* must be one of all, cheap, got 'some'"):
+        model.gradient_checkpointing_enable({"policy": "some"})
+    with pytest.raises(ValueError, match=r"policy 'cheap' .* needs use_reentrant: false"):
+        model.gradient_checkpointing_enable({"policy": "cheap", "use_reentrant": True})
 
 
 def our_files():

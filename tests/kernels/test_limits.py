@@ -1,4 +1,4 @@
-"""What the kernels do not take: an explicit "triton" raises and says why, "auto" runs torch."""
+"""Inputs beyond the kernels' limits: "triton" raises and says why, "auto" runs torch."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Whole models on the kernels: against float64, in training, reading and decoding."""
+"""Whole models with the kernels, against float64: training, prefill and decoding."""
 
 import pytest
 import torch
@@ -56,11 +56,18 @@ CASES = {
     "no D, no bias": {"config": {"frac_use_D": False, "frac_conv_bias": False}},
     "fixed alpha": {"config": {"frac_alpha_fixed": 0.5, "frac_gate_bias_init": 0.5}},
     "exact prior": {"config": {"frac_prior": "exact"}},
+    "equal variance, norms": {
+        "config": {"frac_beta": "equal_variance", "frac_rw_norm": True, "frac_bank": "per_head"}
+    },
 }
 
 
 # The interpreter leaves to test_decode_kernel.py what differs in one kernel alone.
-DECODED = [*CASES] if DEVICE == "cuda" else ["plain", "padded", "packed", "exact prior"]
+DECODED = (
+    [*CASES]
+    if DEVICE == "cuda"
+    else [*("plain", "padded", "packed", "exact prior", "equal variance, norms")]
+)
 
 
 def forward_arguments(case, ids):

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, against the torch form: the same draws, marks and kept sets."""
+"""The sampling kernels against the torch form: the same draws, marks and kept sets."""
 
 import random
 

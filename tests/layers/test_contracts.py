@@ -1,4 +1,4 @@
-"""What every mixer with a state keeps to: splits, causality, padding, packing, gradients."""
+"""Contracts of every mixer with a state: splits, causality, padding, packing, gradients."""
 
 import pytest
 import torch

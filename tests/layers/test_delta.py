@@ -256,7 +256,7 @@ def test_errors_name_the_argument():
         mixer(x, attention_mask=torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"elapsed must have shape \(2, 6\), got \(2,\)"):
         mixer(x, elapsed=torch.ones(2))
-    with pytest.raises(ValueError, match="attention_mask and cu_seqlens exclude"):
+    with pytest.raises(ValueError, match="attention_mask and cu_seqlens cannot be combined"):
         mixer(x, attention_mask=torch.ones(2, 6), cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 6"):
         mixer(x[:1], cu_seqlens=torch.tensor([0, 5]))

@@ -1,4 +1,4 @@
-"""FracMixer: the paper's layer, its state, padding, packing, precision and switches."""
+"""FracMixer: the paper's layer, its state, padding, packing, precision and options."""
 
 import math
 
@@ -101,10 +101,14 @@ def test_autocast_is_close():
         {"settings": ControlSettings(read_prior=False, write_prior=False)},
         {"settings": ControlSettings(normalization="none")},
         {"settings": ControlSettings(prior="exact", beta="exact_zoh", lambda_map="softplus")},
+        {"settings": ControlSettings(beta="equal_variance", write_prior=False, dt_max=8.0)},
+        {"rw_norm": True},
         {"learned_timescales": True},
         {"use_D": False},
         {"conv_bias": False, "conv_kernel": 1},
         {"bank": "W1_M8_simplex"},
+        {"bank": "per_head", "settings": ControlSettings(prior="exact")},
+        {"bank": "per_head", "learned_timescales": True},
         {"bank": [0.5, 1, 2, 4, 8, 16, 32, 64]},
     ],
 )
@@ -120,6 +124,25 @@ def test_every_switch_trains_and_decodes(options):
         parts.append(step)
     torch.testing.assert_close(torch.cat(parts, 1), y)
     torch.testing.assert_close(state.recurrent, final.recurrent)
+
+
+def test_the_norm_takes_out_the_size_of_the_logits():
+    """Ten times the projection, the same controls; the weight scales reads and writes apart."""
+    mixer, other = (make_mixer(rw_norm=True, norm_eps=1e-30) for _ in range(2))
+    other.load_state_dict(mixer.state_dict())
+    with torch.no_grad():
+        other.rw_proj.weight *= 10
+    x = torch.randn(2, 7, E).double()
+    expected = mixer.scan_inputs(x).controls
+    torch.testing.assert_close(tuple(other.scan_inputs(x).controls), tuple(expected))
+    logits = mixer.rw_norm(mixer.rw_proj(mixer.scan_inputs(x).u.flatten(-2)))
+    sides = logits.unflatten(-1, (2, mixer.num_heads, mixer.num_modes))
+    torch.testing.assert_close(sides.square().mean(-1), torch.ones_like(sides[..., 0]))
+    with torch.no_grad():
+        mixer.rw_norm.weight[mixer.num_modes :] = 0
+    changed = mixer.scan_inputs(x).controls
+    assert torch.equal(changed.read, expected.read)
+    assert not torch.allclose(changed.write, expected.write)
 
 
 def test_switches_change_the_parameters():
@@ -198,7 +221,7 @@ def test_errors_name_the_argument():
         mixer(x, attention_mask=torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"elapsed must have shape \(2, 6\), got \(2,\)"):
         mixer(x, elapsed=torch.ones(2))
-    with pytest.raises(ValueError, match="attention_mask and cu_seqlens exclude"):
+    with pytest.raises(ValueError, match="attention_mask and cu_seqlens cannot be combined"):
         mixer(x, attention_mask=torch.ones(2, 6), cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 6"):
         mixer(x[:1], cu_seqlens=torch.tensor([0, 5]))

@@ -1,4 +1,4 @@
-"""GatedMLP: its formula, gradients, memory, whoever adapts or watches it, and one token in place.
+"""GatedMLP: its formula, gradients, memory, adapters and hooks, and one token in place.
 
 Letters: E width, I intermediate width.
 """

@@ -11,6 +11,7 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "frac_num_modes": 8,
+    "frac_tau_max": 65536.0,
     "initializer_range": 0.3,
 }
 

@@ -1,7 +1,7 @@
-"""Hybrid models to test with.
+"""Hybrid models for tests.
 
-Qwen3 computes its norms in float32 whatever the model is in, so that two ways to the same logits
-differ by roundings of float32: `close` has assert_close's tolerances of that type.
+Qwen3 computes its norms in float32 whatever the model's dtype, so two computations of the same
+logits differ by float32 rounding: `close` uses assert_close's tolerances for that dtype.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Attention layers against sums written out, long rows of sliding ones, and Qwen3's weights."""
+"""Attention layers against explicit sums, long rows with sliding windows, and Qwen3's weights."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""`output_attentions`: of hybrid models, refused where there are none."""
+"""`output_attentions`: returned by hybrid models, refused by models without attention."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Packed sequences by every name that transformers and TRL have for them; nothing is swallowed."""
+"""Packed sequences under every name in transformers and TRL; no argument is ignored."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def restarting(*starts, rows=1):
     [
         ({"position_ids": restarting(9, rows=3)}, "position_ids packs sequences in a batch of 3"),
         ({"seq_idx": restarting(9, rows=3) // 20}, "seq_idx packs sequences in a batch of 3"),
-        ({"position_ids": restarting() * 2}, "position_ids must rise by one .* begins at 78"),
+        ({"position_ids": restarting() * 2}, "position_ids must increase by one .* begins at 78"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 9, 40]), "cu_seq_lens_k": torch.tensor([0, 40])},
             "cu_seq_lens_q and cu_seq_lens_k must be equal",
@@ -85,7 +85,7 @@ def restarting(*starts, rows=1):
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seqlens must rise from 0 to T = 40"),
         (
             {"position_ids": restarting(9), "attention_mask": restarting().gt(3)},
-            "position_ids must rise by one from token to token beside padding",
+            "position_ids must increase by one per token with padding",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_packing_that_cannot_be_honoured_is_refused(model, ids, arguments, match
 
 def test_restarting_positions_beside_a_cache_are_refused(model, ids):
     cache = model(ids[:1], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="beside a cache"):
+    with pytest.raises(ValueError, match="with a cache"):
         model(ids[:1], past_key_values=cache, position_ids=restarting(9))
 
 

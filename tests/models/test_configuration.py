@@ -2,13 +2,17 @@
 
 import json
 import math
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mamba2ForCausalLM
 
+from flash_frac import quickstart
+from flash_frac.layers import DeltaMixer, FracMixer
 from flash_frac.models import FracConfig, FracForCausalLM, configuration
+from flash_frac.models.block import mixer_from_config
 from flash_frac.models.loading import load_model
 from flash_frac.recipes import find_config, installed_sizes
 from tests.tiny import tiny_config
@@ -23,12 +27,16 @@ PARAMETERS = {
     "frac-mixed-30m": 46_205_900,
     "frac-delta-1.3b": 1_386_845_408,
     "frac-delta-30m": 46_014_610,
+    "frac-mini": 7_946_494,
+    "transformer-1.3b": 1_374_274_048,
+    "gated-deltanet-1.3b": 1_382_529_856,
+    "mamba2-1.3b": 1_301_577_984,
     "frac-dna": 3_247_632,
     "frac-tiny": 103_396,
 }
 
 
-def test_published_defaults():
+def test_defaults():
     config = FracConfig()
     expected = {
         "vocab_size": 32000,
@@ -37,13 +45,13 @@ def test_published_defaults():
         "num_hidden_layers": 24,
         "num_attention_heads": 12,
         "frac_head_dim": 128,
-        "frac_num_modes": 8,
+        "frac_num_modes": 16,
         "frac_dt_min": 1e-4,
         "frac_dt_max": 1.0,
         "frac_alpha_min": 0.2,
         "frac_alpha_max": 0.95,
         "frac_tau_min": 1.0,
-        "frac_tau_max": 65536.0,
+        "frac_tau_max": 131072.0,
         "frac_lambda_min": 0.25,
         "frac_lambda_max": 4.0,
         "frac_residual_read_init": -2.0,
@@ -57,6 +65,33 @@ def test_published_defaults():
     assert {key: getattr(config, key) for key in expected} == expected
 
 
+def test_defaults_are_those_of_the_layer():
+    """The mixer of a default model is a default mixer of its width."""
+    ours = mixer_from_config(FracConfig())
+    alone = FracMixer(768)
+    assert repr(ours) == repr(alone) and ours.settings == alone.settings
+    for name, value in ours.initial_time_values().items():
+        assert torch.equal(value, alone.initial_time_values()[name]), name
+    delta = mixer_from_config(FracConfig(mixer_types=["delta"]), "delta")
+    assert repr(delta) == repr(DeltaMixer(768, norm_eps=1e-6))
+
+
+def test_files_name_their_bank(tmp_path):
+    """So that no default decides how a checkpoint loads: all committed sizes, and what we save."""
+    files = [find_config(size) / "config.json" for size in installed_sizes()]
+    for file in [*files, Path(quickstart.__file__).parent / "config.json"]:
+        stored = json.loads(file.read_text())
+        if stored["model_type"] == "frac" and "frac" in stored.get("mixer_types", ["frac"]):
+            assert {"frac_num_modes", "frac_tau_max"} <= set(stored), file
+    FracConfig().save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert (stored["frac_num_modes"], stored["frac_tau_max"]) == (16, 131072.0)
+    older = tiny_config(frac_num_modes=8, frac_tau_max=65536.0)
+    older.save_pretrained(tmp_path)
+    loaded = FracConfig.from_pretrained(tmp_path)
+    assert (loaded.frac_num_modes, loaded.frac_tau_max) == (8, 65536.0)
+
+
 def test_round_trip(tmp_path):
     config = FracConfig(
         hidden_size=32,
@@ -66,6 +101,8 @@ def test_round_trip(tmp_path):
         frac_prior="exact",
         frac_alpha_fixed=0.7,
         frac_use_D=False,
+        frac_rw_norm=True,
+        frac_beta="equal_variance",
     )
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
@@ -82,7 +119,7 @@ def test_committed_sizes(name):
     config = AutoConfig.from_pretrained(find_config(name))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert type(model) is FracForCausalLM
+    assert type(model) is (Mamba2ForCausalLM if name == "mamba2-1.3b" else FracForCausalLM)
     assert model.num_parameters() == PARAMETERS[name]
 
 
@@ -133,6 +170,7 @@ def test_pure_multiscale_bank():
             r"intermediate_size \(1536\) must be num_attention_heads \(7\)",
         ),
         ({"frac_head_dim": 100}, r"times frac_head_dim \(100\)"),
+        ({"hidden_size": 256}, r"intermediate_size \(512\) .* \(42\); num_attention_heads=4 fits"),
         ({"intermediate_size": 1000}, r"intermediate_size \(1000\) must be"),
         ({"frac_alpha_min": 0.0}, "alpha_min .* got 0.0"),
         ({"frac_alpha_max": 1.5}, "alpha_max .* 1.5"),
@@ -143,6 +181,8 @@ def test_pure_multiscale_bank():
         ({"frac_dt_init": 2.0}, r"frac_dt_init must be None or in \[frac_dt_min, frac_dt_max\]"),
         ({"frac_write_scale_init": 0.0}, r"frac_write_scale_init must be in \(0, 1\), got 0.0"),
         ({"frac_bank": "unknown"}, "unknown"),
+        ({"frac_beta": "variance"}, "beta must be one of .*'equal_variance'.* got 'variance'"),
+        ({"frac_rw_norm": 1}, "frac_rw_norm must be true or false, got 1"),
         ({"frac_bank": [1.0, 2.0]}, "2"),
         ({"frac_prior": "flat"}, "prior must be one of"),
         ({"frac_prior": "exact", "frac_learned_timescales": True}, "frac_learned_timescales needs"),
@@ -268,7 +308,7 @@ def test_fields_that_are_changed_on_loading(tmp_path):
         FracConfig.from_pretrained(tmp_path, frac_num_modes="8")
     assert FracConfig.from_pretrained(tmp_path, frac_expand=3.0).intermediate_size == 96
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="frac_expand has no effect where intermediate_size is"):
+    with pytest.raises(ValueError, match="frac_expand has no effect if intermediate_size is"):
         FracConfig.from_pretrained(tmp_path, frac_expand=3.0)
 
 

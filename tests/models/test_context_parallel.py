@@ -1,4 +1,4 @@
-"""Mixers and models whose rows are shared by several ranks: loss and every parameter's gradient."""
+"""Mixers and models with rows sharded over ranks: loss and every parameter's gradient."""
 
 import pytest
 import torch

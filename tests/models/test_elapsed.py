@@ -1,4 +1,4 @@
-"""Time that passes between tokens: given by the caller, or drawn in training."""
+"""Time between tokens: given by the caller, or drawn in training."""
 
 import math
 

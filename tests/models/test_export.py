@@ -1,4 +1,4 @@
-"""Checkpoints that name their classes: `auto_map`, and the file that it points to."""
+"""Checkpoints that name their classes: `auto_map`, and the file it points to."""
 
 import json
 from functools import partial
@@ -28,6 +28,12 @@ def files_of(folder):
 def assert_names_its_classes(folder):
     assert json.loads((folder / "config.json").read_text())["auto_map"] == auto_map()
     assert (folder / "modeling_frac.py").read_text() == CODE
+
+
+def test_the_code_passes_linters_of_repositories():
+    """Imported names are sorted, so that a committed checkpoint changes nothing there."""
+    names = CODE.partition(" import ")[2].partition("  #")[0].split(", ")
+    assert names == sorted(names) and len(names) == 4
 
 
 def test_files_of_training_stay_behind(tmp_path):

@@ -1,4 +1,4 @@
-"""`generate`, of Frac models and hybrid ones: greedy, sampling, beams, padding, from a cache."""
+"""`generate` for Frac and hybrid models: greedy, sampling, beams, padding, from a cache."""
 
 import pytest
 import torch

@@ -1,10 +1,10 @@
-"""The published code's answers on a small random model, in float32 (tests/data/official_a.*).
+"""The published code's results on a small random model, in float32 (tests/data/official_a.*).
 
-Both sides round in float32. Theirs takes 1 - exp(-x) and log(exp(-x)); both build decays from
-differences of running sums that reach 13.8 a token inside a chunk of C, so that an exponential is
-good to about 2^-24 * 13.8 * C, 3e-5 at the worst. Against this code in float64, their gradients are
-off by up to 1.0e-4 for one gate and 1.2e-5 elsewhere, ours by 2.1e-5 and 1.1e-5. BOUNDS are the
-relative differences found between the two; a test fails at three times them.
+Both sides round in float32. Theirs takes 1 - exp(-x) and log(exp(-x)). Both build decays from
+differences of running sums that grow by up to 13.8 per token inside a chunk of C, so an exponential
+has an error of about 2^-24 * 13.8 * C, at worst 3e-5. Against this code in float64, the error of
+their gradients is up to 1.0e-4 for one gate and 1.2e-5 elsewhere, of ours 2.1e-5 and 1.1e-5. BOUNDS
+are the measured relative differences between the two; a test fails at three times the bound.
 """
 
 import json

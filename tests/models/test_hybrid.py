@@ -1,4 +1,4 @@
-"""Hybrid models: attention layers between Frac layers, in reading, training, saving and use."""
+"""Hybrid models: attention layers between Frac layers, in inference, training and saving."""
 
 import json
 import re
@@ -310,7 +310,7 @@ def test_what_hybrids_cannot_do(model, ids):
     with pytest.raises(ValueError, match="attention_mask with cu_seqlens is not supported"):
         model(ids[:1], cu_seqlens=ends, attention_mask=padded(ids)[:1])
     cache = model(ids[:1], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="cu_seqlens cannot go on from a cache"):
+    with pytest.raises(ValueError, match="cu_seqlens cannot continue from a cache"):
         model(ids[:1], cu_seqlens=ends, past_key_values=cache)
 
 
@@ -338,7 +338,7 @@ def test_regrid_changes_frac_layers_only(ids, kind):
     assert longer.unchanged == {n: types[n] for n in types if n not in frac}
     *_, last = str(longer).splitlines()[2:]
     rest = ", ".join(f"{n} {name}" for n, name in longer.unchanged.items())
-    assert last == f"unchanged, having no bank: {rest}" if rest else last.startswith("    3  ")
+    assert last == f"unchanged, without a bank: {rest}" if rest else last.startswith("    3  ")
     for n, old in enumerate(model.model.layers):
         new = longer.model.model.layers[n].state_dict()
         assert old.state_dict().keys() == new.keys()

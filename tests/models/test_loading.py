@@ -1,4 +1,4 @@
-"""Checkpoints for the commands: found without retries, loaded whole, or refused by name."""
+"""Checkpoints for the commands: found without retries, loaded completely, or refused by name."""
 
 import logging
 import shutil
@@ -121,7 +121,7 @@ def test_weights_are_those_of_the_manifest(copy, monkeypatch):
 def test_the_advice_on_weights_that_were_changed_works(copy):
     write_manifest(copy)
     flip(copy / WEIGHTS)
-    with pytest.raises(ValueError, match=r"delete manifest\.json there if you have changed it"):
+    with pytest.raises(ValueError, match=r"delete manifest\.json there if you changed it"):
         load_model(copy)
     (copy / MANIFEST).unlink()
     assert load_model(copy) is not None
@@ -132,7 +132,7 @@ def test_a_missing_tokenizer(copy):
         path.unlink()
     with pytest.raises(ValueError) as caught:
         find_tokenizer(find_checkpoint(copy))
-    expected = f"{copy} has no tokenizer; pass --tokenizer, or save one beside it"
+    expected = f"{copy} has no tokenizer; pass --tokenizer, or save one next to it"
     assert str(caught.value) == expected
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer of .* cannot be loaded .*; pass --tokenizer"):
@@ -176,7 +176,7 @@ def test_the_hub_is_asked_once(requests, monkeypatch):
     with pytest.raises(ValueError, match=f"{both} has no model some/model"):
         find_checkpoint("some/model")
     requests.error = EntryNotFoundError("404")
-    with pytest.raises(ValueError, match=r"the model some/model of the hub has no config\.json"):
+    with pytest.raises(ValueError, match=r"the model some/model on the hub has no config\.json"):
         find_checkpoint("some/model")
     # A tokenizer needs none.
     assert find_checkpoint("some/model", needs_config=False).folder is None

@@ -1,4 +1,4 @@
-"""The list of layers: what it accepts, what it refuses by name, and older checkpoints."""
+"""The list of layer types: what it accepts, what it refuses by name, and older checkpoints."""
 
 import json
 

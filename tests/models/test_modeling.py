@@ -259,7 +259,20 @@ def test_training_step_compiles_without_graph_breaks(ids):
             r"inputs_embeds must have shape \(B, T, 16\)",
         ),
         (lambda ids, e: {"input_ids": ids + 21}, r"input_ids must be in \[0, 61\)"),
+        (
+            lambda ids, e: {"input_ids": ids * 0 + 99},
+            r"\), got ids from 99 to 99; the vocab",
+        ),
         (lambda ids, e: {"input_ids": ids - 99}, r"input_ids must be in \[0, 61\)"),
+        (lambda ids, e: {"input_ids": ids.float()}, r"int64 or torch.int32, got torch.float32"),
+        (
+            lambda ids, e: {"input_ids": ids, "labels": ids[:, 1:]},
+            r"labels must be integers of shape \(3, 40\), .* got torch.int64 of shape \(3, 39\)",
+        ),
+        (
+            lambda ids, e: {"inputs_embeds": e, "labels": ids.float()},
+            r"labels must be integers of shape \(3, 40\), .* got torch.float32",
+        ),
         (
             lambda ids, e: {"input_ids": ids, "attention_mask": ids[:, :9]},
             r"attention_mask must have shape \(3, 40\), got \(3, 9\)",
@@ -285,5 +298,5 @@ def test_wrong_inputs(model, ids, arguments, match):
 
 def test_wrong_mask_beside_a_cache(model, ids):
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"or, with the tokens before, \(3, past \+ 40\)"):
+    with pytest.raises(ValueError, match=r"or, with earlier tokens, \(3, past \+ 40\)"):
         model(ids, past_key_values=cache, attention_mask=torch.ones(3, 7))

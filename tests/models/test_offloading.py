@@ -1,4 +1,4 @@
-"""Weights elsewhere: accelerate's offloading, layers of two devices, which hooks bring in."""
+"""Weights on other devices: accelerate's offloading, and layers on two devices, through hooks."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""New banks for trained models: what is kept, what changes, and by how much."""
+"""New banks for trained models: what stays, what changes, and by how much."""
 
 import copy
 import math
@@ -119,6 +119,16 @@ def test_an_extended_bank_holds_the_old_rows(trained):
         assert log_tau[-1].item() == pytest.approx(2 * math.log(TAU_MAX))
 
 
+def test_the_weights_of_the_norm_follow_the_modes():
+    model = make_model(frac_rw_norm=True, frac_num_modes=9, frac_tau_max=TAU_MAX)
+    weight = model.model.layers[0].mixer.rw_norm.weight
+    torch.nn.init.normal_(weight)
+    norm = regrid(model, num_modes=17).model.model.layers[0].mixer.rw_norm
+    old, new = weight.view(2, 9), norm.weight.view(2, 17)
+    assert torch.equal(new[:, ::2], old)
+    torch.testing.assert_close(new[:, 1::2], (old[:, 1:] + old[:, :-1]) / 2)
+
+
 @pytest.mark.parametrize("num_more", [1, 2, 8])
 def test_extension_changes_little(trained, tokens, num_more):
     """Old weights shrink by Z / Z', Z = Σ tau^-α, for reading and for writing: K changes by less
@@ -180,6 +190,7 @@ def test_a_common_factor_is_taken_out(ids):
         {"frac_prior": "exact"},
         {"frac_alpha_fixed": 1.0},
         {"frac_use_D": False, "frac_beta": "exact_zoh"},
+        {"frac_beta": "equal_variance", "frac_rw_norm": True},
         {"frac_rw_normalization": "sigmoid"},
         {"frac_rw_normalization": "none", "frac_read_prior": False, "frac_write_prior": False},
     ],
@@ -259,7 +270,13 @@ def test_refusals(model):
         regrid(make_model(frac_learned_timescales=True), num_modes=4)
     with pytest.raises(ValueError, match=r"num_modes of a geometric bank.*pass bank='geometric'"):
         regrid(make_model(frac_bank="W1_M8_simplex"), num_modes=4)
-    with pytest.raises(ValueError, match="tau_max and tau_min are of a geometric bank"):
+    for model, bank in (
+        (make_model(frac_bank="per_head"), "geometric"),
+        (make_model(), "per_head"),
+    ):
+        with pytest.raises(ValueError, match="bank must be one that all heads share"):
+            regrid(model, bank=bank)
+    with pytest.raises(ValueError, match="tau_max and tau_min belong to a geometric bank"):
         regrid(model, bank=[1.0, 2.0], tau_max=5.0)
     with pytest.raises(ValueError, match="must have num_modes = 3 timescales, got 2"):
         regrid(model, bank=[1.0, 2.0], num_modes=3)

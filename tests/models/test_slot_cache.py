@@ -1,4 +1,4 @@
-"""Rows of a slot cache: as sequences that are alone."""
+"""Rows of a slot cache behave like separate sequences."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`cache_implementation` of `generate`: static caches, those that are not to be had, assistants."""
+"""`cache_implementation` of `generate`: static caches, unsupported ones, assistants."""
 
 from functools import partial
 from itertools import pairwise

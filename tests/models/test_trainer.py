@@ -1,4 +1,4 @@
-"""Plain `transformers.Trainer`, as users of any other model call it."""
+"""Plain `transformers.Trainer`, used as with any other model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What torch does with whole models: second derivatives, torch.export, torch.func."""
+"""torch transforms of whole models: second derivatives, torch.export, torch.func."""
 
 import pytest
 import torch

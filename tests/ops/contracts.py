@@ -1,9 +1,10 @@
-"""Every operator as a function of tokens, for the contracts.
+"""Every operator as a function of tokens, for the contract tests.
 
 Letters: B batch, T time, H heads, D head channels, M modes, K taps, N sequences.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,14 +116,17 @@ def run_delta_steps(inputs, backend, mask=None):
     return [torch.cat(outputs, 1)], state
 
 
-def draw_controls(batch, time, num):
+def draw_controls(batch, time, num, *, own_tau=False):
     logits = [3 * normal(batch, time, 3 * H), normal(batch, time, 2 * H * M)]
     log_tau = torch.linspace(0, 11, M, dtype=torch.float64)
+    if own_tau:
+        log_tau = log_tau + normal(H, 1)
     return Inputs(logits, [normal(H), normal(1), normal(1), log_tau], None)
 
 
-def run_controls(inputs, backend, cu_seqlens=None, mask=None):
-    options = {"settings": ControlSettings(), "mask": mask, "backend": backend}
+def run_controls(inputs, backend, cu_seqlens=None, mask=None, settings=None):
+    settings = settings or ControlSettings()
+    options = {"settings": settings, "mask": mask, "backend": backend}
     return list(controls_from_logits(*inputs.tokens, *inputs.parameters, **options)), None
 
 
@@ -163,6 +167,11 @@ def run_swiglu(inputs, backend, cu_seqlens=None, mask=None):
     return [swiglu(*inputs.tokens, backend=backend)], None
 
 
+def controls_contract(settings, *, own_tau=False):
+    run = partial(run_controls, settings=settings)
+    return Contract(partial(draw_controls, own_tau=own_tau), run, run)
+
+
 CONTRACTS = {
     "scan": Contract(draw_scan, run_scan, run_scan, begins=True),
     # One after the other, steps are the scan.
@@ -174,4 +183,16 @@ CONTRACTS = {
     "norm": Contract(draw_norm, run_norm, run_norm),
     "gated_norm": Contract(draw_gated_norm, run_gated_norm, run_gated_norm),
     "swiglu": Contract(draw_swiglu, run_swiglu, run_swiglu),
+}
+# The same operator with other settings.
+OTHER_CONTROLS = {
+    "equal variance": controls_contract(ControlSettings(beta="equal_variance")),
+    "wide delta": controls_contract(ControlSettings(dt_max=64.0, write_prior=False)),
+    "own timescales": controls_contract(ControlSettings(), own_tau=True),
+    "own timescales, exact prior": controls_contract(
+        ControlSettings(prior="exact", write_prior=False), own_tau=True
+    ),
+    "the paper's clock": controls_contract(
+        ControlSettings(lambda_map="softplus", alpha_min=0.001, alpha_max=1.0)
+    ),
 }

@@ -1,4 +1,4 @@
-"""The table of backends: one that is asked for runs or raises, and "auto" says what it chose."""
+"""The table of backends: a named backend runs or raises, and "auto" reports its choice."""
 
 import logging
 

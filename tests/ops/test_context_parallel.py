@@ -1,7 +1,7 @@
-"""A row cut into slices, one a rank, is the whole row: outputs, states and every gradient.
+"""A row sharded over ranks equals the whole row: outputs, states and every gradient.
 
-All cases of a file run in one world of four processes, because processes take longer to start than
-to compute; each rank reports its errors against the call on the whole row.
+All cases of a file run in one world of four processes, because starting processes takes longer than
+computing. Each rank reports its errors against the call on the whole row.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Contracts of every operator, on every backend of the table that can run here.
 
-Any split equals the whole; the future changes nothing before it; packed sequences are separate
-ones; padding is an identity step. A backend is tested because it is in `BACKENDS`; an operator must
-have an entry in `CONTRACTS`. Outputs, states and gradients are compared with the specification in
-float64: to 1e-12, or by the error rule where a backend does not take float64.
+Any split equals the whole; later tokens do not change earlier results; packed sequences are
+independent; padding is an identity step. Every backend in `BACKENDS` is tested, and every operator
+must have an entry in `CONTRACTS`. Outputs, states and gradients are compared with the specification
+in float64: to 1e-12, or by the error rule if a backend does not support float64.
 """
 
 from itertools import pairwise
@@ -16,7 +16,7 @@ from flash_frac.ops.backends import OPERATORS
 from flash_frac.ops.testing import relative_error
 from tests.backends import DEVICE, INTERPRETED, backends_here, dtype_of
 from tests.errors import assert_as_good, widen, with_gradients
-from tests.ops.contracts import CONTRACTS, Inputs
+from tests.ops.contracts import CONTRACTS, OTHER_CONTROLS, Inputs
 
 B, T = 2, 70
 EXACT = 1e-12  # float64 against float64, relative: thousands of roundings
@@ -331,6 +331,15 @@ def test_a_bad_token_spoils_no_packed_sequence(operator, backend):
 @every_case
 def test_padding_is_an_identity_step(operator, backend):
     check_padding(operator, backend)
+
+
+@pytest.mark.parametrize("name", OTHER_CONTROLS)
+@pytest.mark.parametrize("backend", [b for operator, b in cases() if operator == "controls"])
+def test_other_settings_of_the_controls(monkeypatch, name, backend):
+    monkeypatch.setitem(CONTRACTS, "controls", OTHER_CONTROLS[name])
+    for check in (check_split, check_causality, check_packing, check_isolation, check_padding):
+        check("controls", backend)
+    check_bad_tokens("controls", backend, torch.nan, packed=False)
 
 
 def without_state(u, read, write, log_decay, state, cu_seqlens):

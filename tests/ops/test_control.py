@@ -1,5 +1,6 @@
-"""From logits to read, write and log_decay: the formulas, every switch, and the numerics."""
+"""From logits to read, write and log_decay: the formulas, every option, and the numerics."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,11 +10,13 @@ from flash_frac.ops import (
     ControlSettings,
     Dynamics,
     controls,
+    dilate,
     dynamics,
     frac_scan,
     log_prior,
     mode_log_decay,
 )
+from flash_frac.ops.control.reference import mode_beta
 from flash_frac.ops.scan.reference import expm1
 from flash_frac.theory import bin_masses, geometric_bank, named_bank, relaxation
 
@@ -112,6 +115,21 @@ def test_lambda_softplus():
     torch.testing.assert_close(lam, torch.log1p(logits.exp()).clamp(0.25, 4.0))
 
 
+@pytest.mark.parametrize(
+    "settings, rate",
+    [
+        ({"alpha_min": 0.1, "alpha_max": 0.9}, 3.13),
+        ({"lambda_map": "softplus", "alpha_min": 0.001, "alpha_max": 1.0}, 0.33),
+        ({}, 2.57),
+    ],
+)
+def test_rates_at_zero_logits(settings, rate):
+    """What docs/maths.md says of the clocks of the authors' code and of the paper."""
+    zero = torch.zeros(1, 1, 1)
+    dyn = dynamics(zero, zero, zero, ControlSettings(**settings))
+    assert (dyn.delta * dyn.lam ** (1 / dyn.alpha)).item() == pytest.approx(rate, abs=0.005)
+
+
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_without_a_prior(which):
     logits = random_logits()
@@ -143,6 +161,43 @@ def test_exact_zoh():
     paper = controls(*logits, LOG_TAU, settings=ControlSettings())
     exact = controls(*logits, LOG_TAU, settings=ControlSettings(beta="exact_zoh"))
     torch.testing.assert_close(exact.write, paper.write / lam[..., None])
+
+
+def test_equal_variance():
+    """A mode that is fed independent tokens of variance 1 has that variance, whatever its rho."""
+    logits = random_logits()
+    settings = ControlSettings(beta="equal_variance", normalization="none", rho_eps=0)
+    ones = torch.ones_like(logits[4])
+    got = controls(
+        *logits[:4], ones, LOG_TAU, settings=dataclasses.replace(settings, write_prior=False)
+    )
+    # sum_n (beta rho^n)^2 = beta^2 / (1 - rho^2)
+    torch.testing.assert_close(got.write**2 / -torch.expm1(2 * got.log_decay), ones)
+
+
+def test_equal_variance_keeps_its_digits():
+    """float32 against float64, rates from 1e-12 to 80; and no gradient is NaN where rho is 1."""
+    rates = torch.logspace(-12, 1.9, 400, dtype=torch.float64).float()
+    lam = torch.ones(400)
+    got = mode_beta(-rates[:, None], lam, "equal_variance")[:, 0]
+    exact = (-torch.expm1(-2 * rates.double())).sqrt()
+    assert ((got - exact) / exact).abs().max() < 4 * 2**-24
+    still = torch.zeros(1, 1, requires_grad=True)
+    mode_beta(still, lam[:1], "equal_variance").sum().backward()
+    assert still.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("beta", ["one_minus_rho", "exact_zoh", "equal_variance"])
+def test_dilated_controls_are_those_of_a_longer_delta(beta):
+    delta, *rest = random_logits()
+    # Ranges in which no clamp acts, because time is dilated after them.
+    ranges = {"dt_min": 1e-9, "dt_max": 1e9, "alpha_min": 0.5, "lambda_max": 1.5}
+    settings = ControlSettings(beta=beta, rho_eps=0, **ranges)
+    elapsed = torch.rand(2, 9, dtype=torch.float64) * 5 + 0.1
+    longer = torch.nn.functional.softplus(delta) * elapsed[..., None]
+    expected = controls(longer.expm1().log(), *rest, LOG_TAU, settings=settings)
+    got = dilate(controls(delta, *rest, LOG_TAU, settings=settings), elapsed, beta=beta)
+    torch.testing.assert_close(tuple(got), tuple(expected))
 
 
 @pytest.mark.parametrize("bank", ["geometric", "W2_M16_simplex", "W1_M16_simplex"])
@@ -206,7 +261,11 @@ def test_low_precision_logits_give_float32():
 def test_gradcheck():
     logits = [x.requires_grad_() for x in random_logits(size=(1, 2, 2), modes=3)]
     log_tau = torch.tensor([0.1, 1.0, 4.0], dtype=torch.float64)
-    for settings in (ControlSettings(), ControlSettings(prior="exact", beta="exact_zoh")):
+    for settings in (
+        ControlSettings(),
+        ControlSettings(prior="exact", beta="exact_zoh"),
+        ControlSettings(beta="equal_variance"),
+    ):
         assert torch.autograd.gradcheck(
             lambda *x, settings=settings: tuple(controls(*x, log_tau, settings=settings)), logits
         )

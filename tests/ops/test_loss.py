@@ -1,4 +1,4 @@
-"""The head and loss in chunks against F.cross_entropy on all logits."""
+"""Head and loss in chunks, against F.cross_entropy on all logits."""
 
 import subprocess
 import sys

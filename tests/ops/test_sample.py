@@ -1,4 +1,4 @@
-"""Random numbers of the sampler, and what `sample` refuses."""
+"""Random numbers of the sampler, and inputs that `sample` refuses."""
 
 import pytest
 import torch

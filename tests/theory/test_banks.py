@@ -1,11 +1,18 @@
-"""Banks: the geometric one, the stored ones, and how a bank is chosen."""
+"""Banks: the geometric one, the stored ones, and how to choose one."""
 
 import math
 
 import numpy as np
 import pytest
 
-from flash_frac.theory import bank_info, bank_names, geometric_bank, named_bank, resolve_bank
+from flash_frac.theory import (
+    bank_info,
+    bank_names,
+    geometric_bank,
+    head_banks,
+    named_bank,
+    resolve_bank,
+)
 from flash_frac.theory.minimax import fit_on_grid, mean_minimax_error, relaxation, window_grid
 
 
@@ -13,6 +20,18 @@ def test_geometric_bank_of_the_paper():
     tau = geometric_bank(16)
     assert tau.shape == (16,) and tau[0] == 1.0 and tau[-1] == 2.0**17
     np.testing.assert_allclose(tau[1:] / tau[:-1], 2 ** (17 / 15), rtol=1e-14)
+
+
+def test_head_banks_share_the_range():
+    """Each is geometric, and starts in the middle of the one before, on the log axis."""
+    tau = head_banks(8, 17, 1.0, 2.0**18)
+    assert tau.shape == (8, 17) and tau[0, 0] == 1.0 and tau[-1, -1] == 2.0**18
+    np.testing.assert_allclose(tau[:, 1:] / tau[:, :-1], 2 ** (4 / 16), rtol=1e-12)
+    np.testing.assert_allclose(tau[1:, :9], tau[:-1, 8:], rtol=1e-12)
+    np.testing.assert_allclose(head_banks(1, 16), [geometric_bank(16)])
+    np.testing.assert_array_equal(resolve_bank("per_head", 5, 1.0, 9.0, 3), head_banks(3, 5, 1, 9))
+    with pytest.raises(ValueError, match="num_heads must be an integer >= 1, got 0"):
+        head_banks(0, 16)
 
 
 def test_geometric_bank_of_one_mode_is_the_geometric_mean():
@@ -106,7 +125,7 @@ def test_resolve_bank():
 @pytest.mark.parametrize(
     ("bank", "message"),
     [
-        ("linear", r"bank must be one of geometric, W1_M16_simplex, .*, got 'linear'"),
+        ("linear", r"bank must be one of geometric, per_head, W1_M16_simplex, .*, got 'linear'"),
         ("W1_M16_simplex", "bank must have num_modes = 3 timescales, got 16"),
         ([1.0, 2.0], "bank must have num_modes = 3 timescales, got 2"),
         ([1.0, 3.0, 2.0], r"tau must be strictly increasing, got \[1\.0, 3\.0, 2\.0\]"),

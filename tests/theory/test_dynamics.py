@@ -1,4 +1,4 @@
-"""The fractional equation, the bank that replaces it, and the bound between them."""
+"""The fractional equation, the bank that replaces it, and the error bound between them."""
 
 import numpy as np
 import pytest

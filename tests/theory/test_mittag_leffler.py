@@ -1,8 +1,8 @@
 """Mittag-Leffler functions against 40-digit values, their limits and their contracts.
 
-`mittag_leffler_table.txt` holds what `python tests/theory/test_mittag_leffler.py` prints in a
-minute or two: α, s, E and G to 20 digits, from `reference` below. α and s are the float64 numbers
-of these names.
+`mittag_leffler_table.txt` holds the output of `python tests/theory/test_mittag_leffler.py`, which
+takes a minute or two: α, s, E and G to 20 digits, from `reference` below. α and s are the float64
+numbers nearest to the printed ones.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the package promises as a whole: light imports, a named extra, examples that run."""
+"""Promises of the package: light imports, a named extra, examples that run."""
 
 import doctest
 import importlib

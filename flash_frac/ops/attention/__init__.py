@@ -1,1 +1,1 @@
-"""Attention of one token to keys and values in buffers, for decoding."""
+"""Attention of one token over a KV cache, for decoding."""

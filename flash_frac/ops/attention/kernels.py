@@ -1,10 +1,10 @@
-"""Kernels of attention for decoding: one token of each sequence, over columns of buffers.
+"""Attention kernels for decoding: one token of each sequence over the columns of a KV cache.
 
     attend_kernel  y_n = sum_s softmax_s(scaling q k_s) v_s over a span n of columns, and its weight
     join_kernel    y = sum_n y_n exp(w_n) / sum_n exp(w_n),  w_n = log sum_s exp(scaling q k_s)
 
-Letters: B sequences, h heads of keys and values, G heads of queries for each, D channels, S
-columns, N spans of them.
+Letters: B sequences, h heads of keys and values, G query heads for each, D channels, S columns, N
+spans of columns.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def attend_kernel(
     p_q, p_k, p_v, p_position, p_part, p_weight, num_columns, span, num_heads, G, D, stride_b,
     stride_h, scaling, BG: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The G queries of one head of keys, over a span of columns; those after the position are not
+    """The G queries of one key head over a span of columns; columns after the position are not
     read.
 
     p_q (B, h G, D); p_k, p_v (B, h, S, D), sequences stride_b and heads stride_h apart; p_position
-    (B,), the last column that is seen; p_part (B h G, N, D) and p_weight (B h G, N), float32.
+    (B,), the last visible column; p_part (B h G, N, D) and p_weight (B h G, N), float32.
     """
     i_n, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_row // num_heads, i_row % num_heads
@@ -41,7 +41,7 @@ def attend_kernel(
     for start in range(i_first, i_end, BS):
         o_s = start + tl.arange(0, BS)
         m_s = o_s < i_end
-        # [BD, BS], in the order of a product, rather than a block that is turned.
+        # [BD, BS], loaded as the product needs it, so that no block is transposed.
         o_k, m_k = o_row + o_s[None, :] * D + o_d[:, None], m_s[None, :] & m_d[:, None]
         b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
         o_v, m_v = o_row + o_s[:, None] * D + o_d[None, :], m_s[:, None] & m_d[None, :]
@@ -55,7 +55,7 @@ def attend_kernel(
         b_sum = b_sum * b_scale + tl.sum(b_exp, 1)
         b_y = b_y * b_scale[:, None] + tl.dot(b_exp.to(b_v.dtype), b_v, input_precision="ieee")
         b_most = b_new
-    # The sum over a span that is not seen is 0, and its weight is that of the maximum, -inf.
+    # A span that is not visible has sum 0, and its weight is the maximum, -inf.
     b_sum = tl.where(b_sum > 0, b_sum, 1.0)
     b_y = b_y / b_sum[:, None]
     o_part = (i_row * G + o_g) * tl.num_programs(0) + i_n
@@ -67,14 +67,14 @@ def attend_kernel(
 def join_kernel(
     p_part, p_weight, p_y, num_spans, D, BN: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """The mean of the spans of one query, by their weights: p_y (B h G, D) from `attend_kernel`.
+    """Weighted mean of the spans of one query: p_y (B h G, D) from results of `attend_kernel`.
 
     p_part (B h G, N, D); p_weight (B h G, N).
     """
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
-    # The first span is always seen, so that the largest weight is a number.
+    # The first span is always visible, so the largest weight is finite.
     b_most = tl.load(p_weight + i_row * num_spans)
     for start in range(0, num_spans, BN):
         o_n = start + tl.arange(0, BN)

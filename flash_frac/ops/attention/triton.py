@@ -1,6 +1,6 @@
-"""Attention of one token to keys and values in buffers, on Triton alone and without gradients.
+"""Attention of one token over a KV cache, in Triton only and without gradients.
 
-Letters: B sequences, H heads of queries, h of keys and values, S columns, D channels.
+Letters: B sequences, H query heads, h heads of keys and values, S columns, D channels.
 """
 
 import torch
@@ -10,28 +10,27 @@ from flash_frac.ops.arithmetic import block_size, ceil_div
 from flash_frac.ops.attention.kernels import attend_kernel, join_kernel
 from flash_frac.ops.backends import operator, triton_refusal
 
-# Programs that keep a GPU busy, roughly.
+# Roughly how many programs keep a GPU busy.
 PROGRAMS = 256
-# Bytes of a block of keys, and the most columns of one; two blocks, and two of values, are in
-# flight.
+# Bytes and most columns of a block of keys. Two blocks of keys and two of values are in flight.
 BLOCK, MOST_COLUMNS = 16384, 128
-# Channels that a program has in registers.
+# Most channels that a program holds in registers.
 MOST_CHANNELS = 256
-# Spans of a query that are joined at a time.
+# Spans of a query joined at a time.
 SPANS = 16
 
 
 def attend_step(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-    """y (B, H, D) of one token of each sequence, which sees the columns up to its position.
+    """y (B, H, D) of one token of each sequence, which attends to columns up to its position.
 
-    Columns after it are not read, whatever the size of the buffers. Heads of queries that share a
-    head of keys read it once.
+    Later columns are not read, whatever the size of the buffers. Query heads that share a key head
+    read it once.
 
     Args:
         q: (B, H, D), contiguous.
-        k, v: (B, h, S, D), with the same strides, columns contiguous: the first S columns of
-            longer buffers will do.
-        positions: (B,), whole numbers from 0; from S on, all columns are seen.
+        k, v: (B, h, S, D), with the same strides and contiguous columns, such as the first S
+            columns of longer buffers.
+        positions: (B,), integers from 0; a position of S or more sees all columns.
 
     Example:
         >>> y = attend_step(q, keys[:, :, :room], values[:, :, :room], lengths, D**-0.5)
@@ -57,11 +56,11 @@ def attend_step(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: flo
 
 @operator("attend_step")
 def attend_step_op(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-    """y like q, which is contiguous, as positions are."""
+    """y like q; q and positions are contiguous."""
     (batch, heads, channels), (_, key_heads, num_columns, _) = q.shape, k.shape
     rows, width = batch * key_heads, block_size(channels)
     columns = min(BLOCK // (width * q.element_size()), MOST_COLUMNS)
-    # Few rows are cut into many spans, so that all processors read.
+    # Few rows are cut into many spans, to occupy all multiprocessors.
     span = ceil_div(num_columns, max(1, PROGRAMS // rows))
     span = ceil_div(span, columns) * columns
     num_spans = ceil_div(num_columns, span)

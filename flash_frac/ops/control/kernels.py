@@ -1,10 +1,10 @@
 """Kernels of the controls: one pass over their logits, forward and backward.
 
 Formulas are in `reference.py`. A program takes BT tokens of BH heads with all modes, as BR = BT BH
-rows [BR] and row by mode [BR, BM]. All is computed in float32. The backward recomputes from the
-inputs; what is summed over tokens (gradients of dt_bias, gates and log_tau) leaves each program as
-one partial sum, so results are reproducible.
-Letters: B batch, T tokens of all sequences, H heads, M modes, K = 3 dynamics logits a head (2 if
+rows [BR] and row by mode [BR, BM]. Everything is float32. The backward pass recomputes from the
+inputs. For gradients that are sums over tokens (dt_bias, gates and log_tau) each program writes one
+partial sum, so results are reproducible.
+Letters: B batch, T tokens of all sequences, H heads, M modes, K = 3 dynamics logits per head (2 if
 alpha is fixed).
 """
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from flash_frac.ops.arithmetic import exp, expm1, log, reciprocal, sigmoid
 
-# The largest exponent of which float32 has the exponential.
+# The largest x for which exp(x) is finite in float32.
 LARGEST_EXPONENT = tl.constexpr(88.0)
+# The smallest normal float32.
+TINY = tl.constexpr(2.0**-126)
 
 
 class ControlOutputs(NamedTuple):
@@ -31,9 +33,10 @@ class ControlOutputs(NamedTuple):
 
 
 class ControlGradients(NamedTuple):
-    """Gradients of dyn, rw and prior like those; partial sums of the rest, a row for each program.
+    """Gradients of dyn, rw and prior, shaped like them; partial sums of the rest, one per program.
 
-    dt_bias (grid[0], H); gates (programs, 2); log_tau (programs, M). None where none is needed.
+    dt_bias (grid[0], H); gates (programs, 2); log_tau (programs, M), or (grid[0], H, M) if each
+    head has its own. None if not needed.
     """
 
     dyn: Tensor
@@ -60,10 +63,10 @@ class Ranges(NamedTuple):
 
 @triton.jit
 def clamped_softplus(x, low, high):
-    """clamp(log(1 + e^x), low, high) and its derivative, which is 0 where the clamp acts."""
+    """clamp(log(1 + e^x), low, high) and its derivative, which is 0 where it is clamped."""
     e = exp(-tl.abs(x))
     one_plus = 1 + e
-    # The last term is what rounding took from 1 + e.
+    # The last term restores what rounding took from 1 + e.
     log1p = log(one_plus) + (e - (one_plus - 1)) / one_plus
     value = tl.where(x > 0, x, 0.0) + log1p
     slope = tl.where(x > 0, 1.0, e) / one_plus
@@ -82,7 +85,7 @@ def _block(T, H, M, BT: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _program():
-    """The number of this program among all, int64."""
+    """Linear index of this program in the grid, int64."""
     return tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
 
 
@@ -111,15 +114,38 @@ def head_dynamics(
 
 
 @triton.jit
+def mode_log_tau(p_log_tau, o_h, o_m, m_r, m_m, M, OWN_TAU: tl.constexpr):
+    """log tau of the modes: [1, BM] if all heads share it, [BR, BM] if each head has its own."""
+    if OWN_TAU:
+        o_tau, m_tau = (o_h * M)[:, None] + o_m[None, :], m_r[:, None] & m_m[None, :]
+    else:
+        o_tau, m_tau = o_m[None, :], m_m[None, :]
+    return tl.load(p_log_tau + o_tau, mask=m_tau, other=0.0)
+
+
+@triton.jit
 def mode_decay(b_delta, b_alpha, b_lam, b_log_tau, ranges):
     """log(lam) / alpha [BR]; log_decay and where its clamp lets gradients pass [BR, BM]."""
     b_power = tl.div_rn(log(b_lam), b_alpha)
     b_capped = tl.minimum(b_power, LARGEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
-    b_log_rho = -(b_delta * exp(b_capped))[:, None] * exp(-b_log_tau)[None, :]
+    b_log_rho = -(b_delta * exp(b_capped))[:, None] * exp(-b_log_tau)
     b_log_decay = tl.clamp(
         b_log_rho, ranges.log_rho_min, ranges.log_rho_max, propagate_nan=tl.PropagateNan.ALL
     )
     return b_power, b_log_decay, b_log_rho == b_log_decay
+
+
+@triton.jit
+def mode_beta(b_log_decay, b_lam, BETA: tl.constexpr):
+    """beta, the factor of the write weights [BR, BM]."""
+    if BETA == "equal_variance":
+        b_below = tl.minimum(b_log_decay, -TINY, propagate_nan=tl.PropagateNan.ALL)
+        b_beta = tl.sqrt_rn(-expm1(2 * b_below))
+    else:
+        b_beta = -expm1(b_log_decay)
+    if BETA == "exact_zoh":
+        b_beta = b_beta * (1 / b_lam)[:, None]
+    return b_beta
 
 
 @triton.jit
@@ -138,7 +164,7 @@ def mode_logits(p_rw, p_gate, b_prior, at, SIDE: tl.constexpr, PRIOR: tl.constex
 def mode_prior(p_prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm):
     """Prior logits [BR, BM]: -alpha log tau, or those given."""
     if p_prior is None:
-        b_prior = -b_alpha[:, None] * b_log_tau[None, :]
+        b_prior = -b_alpha[:, None] * b_log_tau
     else:
         b_prior = tl.load(p_prior + i_rm + o_rm, mask=m_rm, other=0.0)
     return b_prior
@@ -150,7 +176,7 @@ def mode_weights(b_z, m_m, NORMALIZATION: tl.constexpr):
     if NORMALIZATION == "softmax":
         b_z = tl.where(m_m[None, :], b_z, float("-inf"))
         b_e = tl.where(m_m[None, :], exp(b_z - tl.max(b_z, 1)[:, None]), 0.0)
-        # The gradient takes a mean by these weights, which must add up to 1 as nearly as can be.
+        # The gradient averages with these weights, so they must add up to 1 as closely as possible.
         b_w = b_e * reciprocal(tl.sum(b_e, 1))[:, None]
     elif NORMALIZATION == "sigmoid":
         b_w, _ = sigmoid(b_z)
@@ -174,7 +200,7 @@ def _weights_backward(b_z, b_w, b_dw, NORMALIZATION: tl.constexpr):
 
 @triton.jit
 def _logits_backward(p_drw, p_dgate, b_raw, b_gate, b_slope, b_dz, at, SIDE: tl.constexpr):
-    """Store the gradient of the raw logits, and this program's part of that of the gate logit."""
+    """Store the gradient of the raw logits, and this program's share of the gate logit's."""
     i_rw, o_rw, m_rm, side = at
     tl.store(p_drw + i_rw + SIDE * side + o_rw, b_gate * b_dz, mask=m_rm)
     tl.store(p_dgate + 2 * _program() + SIDE, b_slope * tl.sum(tl.sum(b_dz * b_raw, 1), 0))
@@ -185,7 +211,7 @@ def _dynamics_backward(
     p_ddyn, p_dbias, gradients, i_t, o_t, o_h, m_r, H,
     K: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of the dynamics logits, and this program's part of that of dt_bias."""
+    """Store the gradient of the dynamics logits, and this program's share of dt_bias's."""
     b_ddelta, b_dalpha, b_dlam = gradients
     p_row = p_ddyn + i_t * K * H + (o_t * K * H + o_h)
     tl.store(p_row, b_ddelta, mask=m_r)
@@ -200,7 +226,7 @@ def _dynamics_backward(
 
 @triton.jit(do_not_specialize=["T"])
 def control_forward_kernel(
-    p_in, p_out, ranges, T, H: tl.constexpr, M: tl.constexpr,
+    p_in, p_out, ranges, T, H: tl.constexpr, M: tl.constexpr, OWN_TAU: tl.constexpr,
     K: tl.constexpr, LAMBDA: tl.constexpr, READ_PRIOR: tl.constexpr, WRITE_PRIOR: tl.constexpr,
     NORMALIZATION: tl.constexpr, BETA: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr,
@@ -218,13 +244,11 @@ def control_forward_kernel(
     b_delta, b_alpha, b_lam, _, _, _ = head_dynamics(
         p_in.dyn, p_in.dt_bias, i_t, o_t, o_h, m_r, H, ranges, K, LAMBDA
     )
-    # [BM]
-    b_log_tau = tl.load(p_in.log_tau + o_m, mask=m_m, other=0.0)
+    # [1, BM] or [BR, BM]
+    b_log_tau = mode_log_tau(p_in.log_tau, o_h, o_m, m_r, m_m, M, OWN_TAU)
     # [BR, BM]
     _, b_log_decay, _ = mode_decay(b_delta, b_alpha, b_lam, b_log_tau, ranges)
-    b_beta = -expm1(b_log_decay)
-    if BETA == "exact_zoh":
-        b_beta = b_beta * (1 / b_lam)[:, None]
+    b_beta = mode_beta(b_log_decay, b_lam, BETA)
     b_prior = mode_prior(p_in.prior, b_alpha, b_log_tau, i_rm, o_rm, m_rm)
     _, b_z, _, _ = mode_logits(p_in.rw, p_in.read_gate, b_prior, at, 0, READ_PRIOR)
     tl.store(p_out.read + i_rm + o_rm, mode_weights(b_z, m_m, NORMALIZATION), mask=m_rm)
@@ -240,7 +264,7 @@ def control_forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def control_backward_kernel(
-    p_in, p_dout, p_din, ranges, T, H: tl.constexpr, M: tl.constexpr,
+    p_in, p_dout, p_din, ranges, T, H: tl.constexpr, M: tl.constexpr, OWN_TAU: tl.constexpr,
     K: tl.constexpr, LAMBDA: tl.constexpr, READ_PRIOR: tl.constexpr, WRITE_PRIOR: tl.constexpr,
     NORMALIZATION: tl.constexpr, BETA: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr,
@@ -259,9 +283,9 @@ def control_backward_kernel(
     b_delta, b_alpha, b_lam, b_delta_slope, b_alpha_slope, b_lam_slope = head_dynamics(
         p_in.dyn, p_in.dt_bias, i_t, o_t, o_h, m_r, H, ranges, K, LAMBDA
     )
-    # [BM]
-    b_log_tau = tl.load(p_in.log_tau + o_m, mask=m_m, other=0.0)
-    # [BR, BM]; gradients are 0 outside the mask, and with them all that is summed below.
+    # [1, BM] or [BR, BM]
+    b_log_tau = mode_log_tau(p_in.log_tau, o_h, o_m, m_r, m_m, M, OWN_TAU)
+    # [BR, BM]; gradients are 0 outside the mask, and so are all terms of the sums below.
     b_dread = tl.load(p_dout.read + i_rm + o_rm, mask=m_rm, other=0.0).to(tl.float32)
     m_live = m_rm
     if p_in.mask is not None:
@@ -275,16 +299,21 @@ def control_backward_kernel(
     b_dprior = b_dz if READ_PRIOR else tl.zeros_like(b_dz)
     b_power, b_log_decay, m_pass = mode_decay(b_delta, b_alpha, b_lam, b_log_tau, ranges)
     b_over_lam = 1 / b_lam
-    b_beta = -expm1(b_log_decay)
-    if BETA == "exact_zoh":
-        b_dwrite *= b_over_lam[:, None]
+    b_beta = mode_beta(b_log_decay, b_lam, BETA)
     b_raw, b_z, b_gate, b_slope = mode_logits(p_in.rw, p_in.write_gate, b_prior, at, 1, WRITE_PRIOR)
     b_weights = mode_weights(b_z, m_m, NORMALIZATION)
     b_dz = _weights_backward(b_z, b_weights, b_dwrite * b_beta, NORMALIZATION)
     _logits_backward(p_din.rw, p_din.gates, b_raw, b_gate, b_slope, b_dz, at, 1)
     b_dprior += b_dz if WRITE_PRIOR else tl.zeros_like(b_dz)
     b_dbeta = b_dwrite * b_weights
-    b_dlog_rho = tl.where(m_pass, b_dlog_decay - b_dbeta * exp(b_log_decay), 0.0)
+    # [BR, BM]; minus the derivative of beta by log rho.
+    if BETA == "equal_variance":
+        b_falls = tl.div_rn(exp(2 * b_log_decay), b_beta)
+    elif BETA == "exact_zoh":
+        b_falls = exp(b_log_decay) * b_over_lam[:, None]
+    else:
+        b_falls = exp(b_log_decay)
+    b_dlog_rho = tl.where(m_pass, b_dlog_decay - b_dbeta * b_falls, 0.0)
     # The gradient by log x, where x = -log_decay is the rate of a mode.
     b_dlog_x = b_dlog_rho * b_log_decay
     # [BR]
@@ -296,12 +325,20 @@ def control_backward_kernel(
     if BETA == "exact_zoh":
         b_dlam -= tl.sum(b_dbeta * b_beta, 1) * b_over_lam
     if p_in.prior is None:
-        b_dalpha -= tl.sum(b_dprior * b_log_tau[None, :], 1)
+        b_dalpha -= tl.sum(b_dprior * b_log_tau, 1)
     else:
         tl.store(p_din.prior + i_rm + o_rm, b_dprior, mask=m_rm)
     if p_din.log_tau is not None:
         if p_in.prior is None:
             b_dlog_x += b_alpha[:, None] * b_dprior
-        tl.store(p_din.log_tau + _program() * M + o_m, -tl.sum(b_dlog_x, 0), mask=m_m)
+        if OWN_TAU:
+            # [BH, BM]
+            b_dlog_tau = -tl.sum(tl.reshape(b_dlog_x, (BT, BH, BM)), 0)
+            o_own = tl.program_id(1) * BH + tl.arange(0, BH)
+            p_own = p_din.log_tau + tl.program_id(0).to(tl.int64) * H * M
+            m_own = (o_own < H)[:, None] & m_m[None, :]
+            tl.store(p_own + (o_own * M)[:, None] + o_m[None, :], b_dlog_tau, mask=m_own)
+        else:
+            tl.store(p_din.log_tau + _program() * M + o_m, -tl.sum(b_dlog_x, 0), mask=m_m)
     gradients = (b_ddelta * b_delta_slope, b_dalpha * b_alpha_slope, b_dlam * b_lam_slope)
     _dynamics_backward(p_din.dyn, p_din.dt_bias, gradients, i_t, o_t, o_h, m_r, H, K, BT, BH)

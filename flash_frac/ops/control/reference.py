@@ -9,8 +9,10 @@ For each token and head, with the bank of timescales tau_m,
     read_m  = softmax_m(prior_m + read_gate  * read_logit_m)
     write_m = softmax_m(prior_m + write_gate * write_logit_m) * beta_m
 
-where prior_m = -alpha log tau_m (the paper's) or the log of the exact mass of the mode's bin.
-Letters: B batch, T time, H heads, M modes; leading axes may be any.
+where prior_m = -alpha log tau_m (paper) or the log of the exact mass of the mode's bin. beta_m is
+shown as in the paper; `mode_beta` has the alternatives.
+The bank is (M,), or (H, M) if each head has its own timescales.
+Letters: B batch, T time, H heads, M modes; any leading axes are allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from flash_frac.ops.scan.reference import expm1
 LambdaMap = Literal["sigmoid", "softplus"]
 Prior = Literal["asymptotic", "exact"]
 Normalization = Literal["softmax", "sigmoid", "none"]
-Beta = Literal["one_minus_rho", "exact_zoh"]
+Beta = Literal["one_minus_rho", "exact_zoh", "equal_variance"]
 
 # exp(-88) is the smallest normal float32: a mode that fast is gone after one token.
 MOST_DECAY = -88.0
@@ -36,7 +38,7 @@ MOST_DECAY = -88.0
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSettings:
-    """Ranges and switches of the controls; the defaults are those of the published code.
+    """Ranges and options of the controls; the defaults are those of the published code.
 
     Attributes:
         dt_min, dt_max: range of delta.
@@ -47,9 +49,10 @@ class ControlSettings:
         rho_eps: rho is clamped to [rho_eps, 1 - rho_eps], in log space; 0 turns the clamp off.
         prior: "asymptotic", -alpha log tau; or "exact", log of `theory.bin_masses`.
         read_prior, write_prior: whether the prior is added to the read and the write logits.
-        normalization: "softmax" over modes; without it "sigmoid" of each logit, or "none": the
-            logits themselves are the weights (ablation "w/o softmax R/W").
-        beta: "one_minus_rho", 1 - rho (paper's Algorithm 1); or "exact_zoh", (1 - rho) / lam.
+        normalization: "softmax" over modes, "sigmoid" of each logit, or "none": the logits
+            themselves are the weights (ablation "w/o softmax R/W").
+        beta: the factor of a token's write weights, see `mode_beta`: "one_minus_rho" (the paper's
+            Algorithm 1), "exact_zoh" or "equal_variance".
     """
 
     dt_min: float = 1e-4
@@ -113,11 +116,11 @@ class Controls(NamedTuple):
 
 
 class ControlInputs(NamedTuple):
-    """What an implementation of the controls takes, as a layer's projections make it.
+    """Inputs of an implementation of the controls, as a layer's projections produce them.
 
-    dyn (B, T, K H) and rw (B, T, 2 H M) logits; dt_bias (H,), gate logits (1,), log_tau (M,); mask
-    (B, T), 0 at padding, or None. prior (B, T, H, M), logits that were computed before, is for
-    kernels that cannot; None to compute them.
+    dyn (B, T, K H) and rw (B, T, 2 H M) logits; dt_bias (H,), gate logits (1,), log_tau (M,) or
+    (H, M); mask (B, T), 0 at padding, or None. prior (B, T, H, M) holds precomputed prior logits
+    for kernels that cannot compute them; None otherwise.
     """
 
     dyn: Tensor
@@ -156,7 +159,7 @@ def dynamics(
 
 
 def num_dynamics(settings: ControlSettings) -> int:
-    """Dynamics logits of a head: delta, alpha and lam, or without alpha if it is fixed."""
+    """Number of dynamics logits per head: delta, alpha and lam; no alpha if it is fixed."""
     return 3 if settings.alpha_fixed is None else 2
 
 
@@ -164,7 +167,7 @@ def split_dynamics(dyn_logits: Tensor, dt_bias: Tensor, settings: ControlSetting
     """delta, alpha, lam (..., H), from the logits (..., K H) of a layer's dyn_proj.
 
     Args:
-        dyn_logits: rows delta | alpha | lam, without alpha if it is fixed.
+        dyn_logits: blocks delta | alpha | lam, without alpha if it is fixed.
         dt_bias: (H,), added to the logit of delta.
     """
     delta, *alpha, lam = dyn_logits.unflatten(-1, (num_dynamics(settings), -1)).unbind(-2)
@@ -173,26 +176,45 @@ def split_dynamics(dyn_logits: Tensor, dt_bias: Tensor, settings: ControlSetting
 
 def mode_log_decay(dyn: Dynamics, log_tau: Tensor, *, rho_eps: float) -> Tensor:
     """log rho (..., H, M) = -delta lam^(1/alpha) / tau, clamped as in `ControlSettings.rho_eps`."""
-    # Three factors round less than one exponential of three logs; the bound keeps float32 finite.
+    # A product of three factors rounds less than exp of three logs; the bound keeps float32 finite.
     speed = torch.exp((dyn.lam.log() / dyn.alpha).clamp_max(-MOST_DECAY))
     log_rho = -(dyn.delta * speed)[..., None] * torch.exp(-log_tau)
     if rho_eps == 0:
-        # Costs no digit, and keeps rounding in the gradient from being multiplied by a huge rate.
+        # Costs no accuracy, and keeps a huge rate from amplifying rounding errors of the gradient.
         return log_rho.clamp_min(MOST_DECAY)
     return log_rho.clamp(math.log(rho_eps), math.log1p(-rho_eps))
 
 
-def log_prior(alpha: Tensor, log_tau: Tensor, prior: Prior) -> Tensor:
-    """Prior logits of the modes (..., H, M), from alpha (..., H) and log_tau (M,).
+def mode_beta(log_decay: Tensor, lam: Tensor, beta: Beta) -> Tensor:
+    """How much of a token enters each mode (..., H, M), from log rho there and lam (..., H).
 
-    "exact": the log of the mass that the spectrum of order alpha has in the bin of each timescale,
-    bins being split halfway in log tau and open at both ends. log_tau must increase.
+    "one_minus_rho", 1 - rho: all modes have the same response to a constant input, and a slow mode
+    holds little of any single token. "exact_zoh": (1 - rho) / lam. "equal_variance",
+    sqrt(1 - rho^2): all modes have the same variance if tokens are independent, so a slow mode
+    holds more of each token.
+    """
+    if beta == "equal_variance":
+        return _root_of_change(log_decay)
+    found = -expm1(log_decay)
+    return found / lam[..., None] if beta == "exact_zoh" else found
+
+
+def _root_of_change(log_decay: Tensor) -> Tensor:
+    """sqrt(1 - rho^2). At rho = 1 its slope is infinite; there it is a tiny constant instead."""
+    return (-expm1(2 * log_decay.clamp_max(-torch.finfo(log_decay.dtype).tiny))).sqrt()
+
+
+def log_prior(alpha: Tensor, log_tau: Tensor, prior: Prior) -> Tensor:
+    """Prior logits of the modes (..., H, M), from alpha (..., H) and log_tau (M,) or (H, M).
+
+    "exact": the log of the spectrum's mass (order alpha) in the bin of each timescale. Bins are
+    split halfway in log tau, and the outermost are open. log_tau must increase.
     """
     if prior == "asymptotic":
         return -alpha[..., None] * log_tau
     # A distance at which every tanh below is 1 in its dtype, and its gradient 0.
-    far = log_tau.new_full((1,), 1e4)
-    edges = torch.cat([-far, (log_tau[1:] + log_tau[:-1]) / 2, far])
+    far = torch.full_like(log_tau[..., :1], 1e4)
+    edges = torch.cat([-far, (log_tau[..., 1:] + log_tau[..., :-1]) / 2, far], -1)
     scaled = alpha[..., None] * edges
     low, high = scaled[..., :-1], scaled[..., 1:]
     # tanh(high / 2) - tanh(low / 2), from the terms that are small on this side of tau = 1.
@@ -225,13 +247,13 @@ def controls(
     write_gate: Tensor | float = 1.0,
     mask: Tensor | None = None,
 ) -> Controls:
-    """Read, write and log_decay of every token, head and mode, in float32 (float64 stays).
+    """Read, write and log_decay per token, head and mode, in float32 (float64 for float64 inputs).
 
     Args:
         delta_logit, alpha_logit, lambda_logit: (B, T, H); alpha_logit None with a fixed alpha.
         read_logit, write_logit: (B, T, H, M), before their gates.
-        log_tau: (M,) log of the timescales.
-        settings: ranges and switches.
+        log_tau: (M,) log of the timescales; (H, M) if heads have their own.
+        settings: ranges and options.
         read_gate, write_gate: scalars that multiply the logits (sigmoid of p_read, p_write).
         mask: (B, T), 0 at padding, which becomes an identity step: write 0, log_decay 0.
 
@@ -259,11 +281,9 @@ def _weigh_modes(
     settings: ControlSettings,
     mask: Tensor | None,
 ) -> Controls:
-    """The controls at these dynamics, from logits (..., H, M) that went through their gates."""
+    """The controls for these dynamics, from logits (..., H, M) after their gates."""
     log_decay = mode_log_decay(dyn, log_tau, rho_eps=settings.rho_eps)
-    beta = -expm1(log_decay)
-    if settings.beta == "exact_zoh":
-        beta = beta / dyn.lam[..., None]
+    beta = mode_beta(log_decay, dyn.lam, settings.beta)
     if settings.read_prior or settings.write_prior:
         prior = log_prior(dyn.alpha, log_tau, settings.prior)
         read_logit = read_logit + prior if settings.read_prior else read_logit
@@ -276,11 +296,21 @@ def _weigh_modes(
     return Controls(read, write, log_decay)
 
 
+def prior_controls(dyn: Dynamics, log_tau: Tensor, settings: ControlSettings) -> Controls:
+    """The controls (..., H, M) for these dynamics if tokens add nothing to the prior.
+
+    Example: with these controls held constant, a head's impulse response after n tokens is
+    `(read * write * torch.exp(n * log_decay)).sum(-1)`.
+    """
+    nothing = torch.zeros_like(dyn.alpha[..., None] * log_tau)
+    return _weigh_modes(dyn, nothing, nothing, log_tau, settings, None)
+
+
 def torch_controls(inputs: ControlInputs, settings: ControlSettings) -> Controls:
     """Plain-torch form of `controls_from_logits`."""
     wide = torch.promote_types(inputs.rw.dtype, torch.float32)
     dyn = split_dynamics(inputs.dyn.to(wide), inputs.dt_bias.to(wide), settings)
-    sizes = (2, inputs.dt_bias.shape[0], inputs.log_tau.shape[0])
+    sizes = (2, inputs.dt_bias.shape[0], inputs.log_tau.shape[-1])
     read_logit, write_logit = inputs.rw.to(wide).unflatten(-1, sizes).unbind(-3)
     return _weigh_modes(
         dyn,
@@ -292,19 +322,26 @@ def torch_controls(inputs: ControlInputs, settings: ControlSettings) -> Controls
     )
 
 
-def dilate(controls: Controls, elapsed: Tensor) -> Controls:
-    """The controls of tokens before which more or less than the usual time has passed.
+def dilate(controls: Controls, elapsed: Tensor, *, beta: Beta = ControlSettings.beta) -> Controls:
+    """The controls of tokens that arrive after more or less than the usual time.
 
-    delta becomes elapsed * delta, after its clamp and that of rho:
+    delta becomes elapsed * delta, after delta and rho are clamped:
 
-        log_decay' = elapsed log_decay,    write' = write (1 - rho^elapsed) / (1 - rho)
+        log_decay' = elapsed log_decay,    write' = write beta' / beta
+
+    where beta' / beta is (1 - rho^elapsed) / (1 - rho), or for "equal_variance" the square root of
+    this ratio at rho^2.
 
     Args:
         controls: (B, T, H, M) each.
         elapsed: (B, T), positive; 1 is the usual time.
+        beta: `ControlSettings.beta` of the settings that the controls were computed with.
     """
     longer = elapsed[..., None, None].to(controls.log_decay.dtype)
     # Padding has log_decay 0 and writes nothing; the ratio need only be finite there.
     log_decay = controls.log_decay.clamp_max(-torch.finfo(controls.log_decay.dtype).tiny)
-    ratio = expm1(log_decay * longer) / expm1(log_decay)
+    if beta == "equal_variance":
+        ratio = _root_of_change(log_decay * longer) / _root_of_change(log_decay)
+    else:
+        ratio = expm1(log_decay * longer) / expm1(log_decay)
     return Controls(controls.read, controls.write * ratio, controls.log_decay * longer)

@@ -1,6 +1,6 @@
 """The Triton backend of the controls: operators of torch.library and the launches behind them.
 
-Letters: B batch, T time, H heads, M modes, K = 3 dynamics logits a head (2 with a fixed alpha).
+Letters: B batch, T time, H heads, M modes, K = 3 dynamics logits per head (2 with a fixed alpha).
 """
 
 import math
@@ -30,8 +30,8 @@ from flash_frac.ops.control.reference import (
     split_dynamics,
 )
 
-# Rows times modes of a program, the most rows and the most heads among them. One warp, because with
-# 16 values a thread hardly two threads repeat the work of a row, and no reduction needs a barrier.
+# Rows times modes per program, most rows and most heads. One warp: with 16 values per thread,
+# threads hardly repeat the work of a row, and no reduction needs a barrier.
 TILE, MOST_ROWS, MOST_HEADS, NUM_WARPS = 512, 128, 16, 1
 
 
@@ -39,7 +39,7 @@ def triton_controls(inputs: ControlInputs, settings: ControlSettings) -> Control
     """Backend "triton" of `controls_from_logits`, computed in float32."""
     log_tau, prior, mask = inputs.log_tau.float(), None, inputs.mask
     if settings.prior == "exact" and (settings.read_prior or settings.write_prior):
-        # Left to torch, because Triton has no atan2.
+        # Computed in torch, because Triton has no atan2.
         alpha = split_dynamics(inputs.dyn.float(), inputs.dt_bias, settings).alpha
         prior = log_prior(alpha, log_tau, "exact").contiguous()
     return Controls(
@@ -58,7 +58,7 @@ def triton_controls(inputs: ControlInputs, settings: ControlSettings) -> Control
 
 
 def kernel_settings(settings: ControlSettings) -> tuple[list[float], str]:
-    """The settings as operators take them, less the prior: ranges, and switches in one text."""
+    """The settings as operator arguments, without the prior: ranges, and options as one string."""
     s, free = settings, settings.alpha_fixed is None
     ranges = Ranges(
         dt_min=s.dt_min,
@@ -77,7 +77,7 @@ def kernel_settings(settings: ControlSettings) -> tuple[list[float], str]:
 
 @lru_cache(maxsize=64)
 def kernel_options(switches: str) -> dict[str, Any]:
-    """The constants of the kernels, by name, from the text of `kernel_settings`."""
+    """The kernels' constants by name, from the string of `kernel_settings`."""
     num, lambda_map, read_prior, write_prior, normalization, beta = switches.split()
     return {
         "K": int(num),
@@ -90,15 +90,23 @@ def kernel_options(switches: str) -> dict[str, Any]:
 
 
 def _launch(inputs: ControlInputs) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and sizes and launch options of both kernels."""
+    """Grid, block sizes and launch options of both kernels."""
     num_tokens = inputs.rw.shape[0] * inputs.rw.shape[1]
-    num_heads, num_modes = inputs.dt_bias.shape[0], inputs.log_tau.shape[0]
+    log_tau = inputs.log_tau
+    return _plan(num_tokens, inputs.dt_bias.shape[0], log_tau.shape[-1], log_tau.ndim == 2)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    num_tokens: int, num_heads: int, num_modes: int, own_tau: bool
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Cached, because computing it in Python takes as long as a launch."""
     modes_block = block_size(num_modes, smallest=1)
     num_rows = min(max(TILE // modes_block, 1), MOST_ROWS)
     heads_block = min(block_size(num_heads, smallest=1), num_rows, MOST_HEADS)
     tokens_block = num_rows // heads_block
     grid = (ceil_div(num_tokens, tokens_block), ceil_div(num_heads, heads_block))
-    sizes = {"T": num_tokens, "H": num_heads, "M": num_modes}
+    sizes = {"T": num_tokens, "H": num_heads, "M": num_modes, "OWN_TAU": own_tau}
     blocks = {"BT": tokens_block, "BH": heads_block, "BM": modes_block}
     return grid, {**sizes, **blocks, "num_warps": NUM_WARPS}
 
@@ -118,7 +126,7 @@ def control_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """read, write and log_decay (B, T, H, M), float32."""
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
-    shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[0])
+    shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[-1])
     outputs = ControlOutputs(*(rw.new_empty(shape, dtype=torch.float32) for _ in range(3)))
     grid, options = _launch(inputs)
     with torch.cuda.device_of(rw):
@@ -130,7 +138,7 @@ def control_op(
 
 @control_op.register_fake
 def _(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask, *settings):
-    shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[0])
+    shape = (*rw.shape[:2], dt_bias.shape[0], log_tau.shape[-1])
     return tuple(rw.new_empty(shape, dtype=torch.float32) for _ in range(3))
 
 
@@ -151,20 +159,22 @@ def control_backward_op(
     switches: str,
     need_log_tau: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of dyn, rw, dt_bias, both gate logits, log_tau and prior, from those of the result.
+    """Gradients of dyn, rw, dt_bias, both gate logits, log_tau and prior.
 
-    That of both gates is one tensor (2,); those of log_tau not needed, and of no prior, are empty.
+    Both gates share one tensor (2,). An unneeded gradient of log_tau or prior is empty.
     """
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, prior, mask)
     grid, options = _launch(inputs)
     num_programs, new = grid[0] * grid[1], log_tau.new_empty
+    # With a bank per head, a program's partial sum covers only its own heads.
+    num_tau = grid[0] if log_tau.ndim == 2 else num_programs
     gradients = ControlGradients(
         dyn=torch.empty_like(dyn),
         rw=torch.empty_like(rw),
         prior=None if prior is None else torch.empty_like(prior),
         dt_bias=new(grid[0], dt_bias.shape[0]),
         gates=new(num_programs, 2),
-        log_tau=new(num_programs, log_tau.shape[0]) if need_log_tau else None,
+        log_tau=new(num_tau, *log_tau.shape) if need_log_tau else None,
     )
     with torch.cuda.device_of(rw):
         control_backward_kernel[grid](
@@ -197,7 +207,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, dread, dwrite, dlog_decay):
-    # Unpacked once: a checkpoint recomputes what is saved, and frees it as soon as it is read.
+    # Unpacked once: activation checkpointing recomputes saved tensors, and frees them once read.
     saved = ctx.saved_tensors
     need_log_tau, has_prior = ctx.needs_input_grad[5], saved[6] is not None
     ddyn, drw, dbias, dgates, dlog_tau, dprior = control_backward_op(

@@ -3,71 +3,40 @@
     u[t] = silu(bias + sum_k weight[k] x[t - K + 1 + k])
 
 A program walks a segment of L tokens of BI channels, U rows at a time, with the last K - 1 rows in
-registers: a row is read once. Backward, it leaves its part of the gradients of weight and bias,
-which torch sums: no atomics, hence deterministic.
+registers, so it reads each row once. In the backward pass it writes its partial sum of the
+gradients of weight and bias, and torch adds them: no atomics, hence deterministic.
 
-Sequences are the batch, or, packed in one row, those that cu_seqlens delimits; then `sequence` (T,)
-names the sequence of each token. What came before the first token of a sequence is its window.
+Sequences are the rows of the batch, or those that cu_seqlens delimits in one packed row; then
+`sequence` (T,) holds the sequence of each token. The window of a sequence holds the inputs before
+its first token. The forward kernel also skips padding, where a mask (B, T) is 0.
 
 Letters: B batch, T time, I channels, K taps, N sequences.
 """
 
-# Triton compiles no (*a, b).
+# Triton cannot compile (*a, b).
 # ruff: noqa: RUF005
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-# Integers that differ from call to call: a kernel compiled for each value would be compiled often.
+from flash_frac.ops.conv.walk import (
+    load_history,
+    load_real_history,
+    renew_history,
+    select_inputs,
+    sequence_bounds,
+    sequence_of,
+)
+
+# Integers that differ from call to call; specialising on them would recompile the kernel often.
 VARIES = ("num_tokens", "num_segments", "num_rows")
-
-
-class ConvInputs(NamedTuple):
-    """What the kernels read: x (B, T, I), whose last axis is contiguous, and the rest contiguous.
-
-    weight (I, 1, K), bias (I,) or None, window (N, I, K - 1) or None for zeros; of packed sequences
-    cu_seqlens (N + 1,) and sequence (T,), the number of each token's sequence, else None.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    window: Tensor | None
-    cu_seqlens: Tensor | None
-    sequence: Tensor | None
-
-
-@triton.jit
-def sequence_bounds(i_n, p_in, num_tokens):
-    """First token of sequence i_n, and the one after its last, int64 like i_n."""
-    if p_in.cu_seqlens is None:
-        i_start, i_end = i_n * 0, i_n * 0 + num_tokens
-    else:
-        i_start = tl.load(p_in.cu_seqlens + i_n).to(tl.int64)
-        i_end = tl.load(p_in.cu_seqlens + i_n + 1).to(tl.int64)
-    return i_start, i_end
-
-
-@triton.jit
-def sequence_of(i_t, i_b, p_in, num_tokens):
-    """The sequence of token i_t, and the position there."""
-    if p_in.cu_seqlens is None:
-        i_n, i_position = i_b, i_t
-    else:
-        valid = (i_t >= 0) & (i_t < num_tokens)
-        i_n = tl.load(p_in.sequence + i_t, mask=valid, other=0).to(tl.int64)
-        i_position = i_t - tl.load(p_in.cu_seqlens + i_n).to(tl.int32)
-    return i_n, i_position
 
 
 @triton.jit
 def program_channels(num_channels, BI: tl.constexpr):
-    """Which row of programs this is (channels are fastest), and its channels [BI] with mask."""
+    """Row of this program in the grid (channels are fastest), its channels [BI] and their mask."""
     num_blocks = tl.cdiv(num_channels, BI)
     o_i = (tl.program_id(0) % num_blocks) * BI + tl.arange(0, BI)
     return tl.program_id(0) // num_blocks, o_i, o_i < num_channels
@@ -83,36 +52,6 @@ def load_parameters(p_weight, p_bias, o_i, m_i, K: tl.constexpr):
     if p_bias is not None:
         b_bias += tl.load(p_bias + o_i, mask=m_i, other=0.0).to(tl.float32)
     return taps, b_bias
-
-
-@triton.jit
-def load_history(
-    i_t, i_b, o_i, m_i, p_rows, p_in, num_tokens, num_channels, stride_t, K: tl.constexpr
-):
-    """The K - 1 inputs [BI] before token i_t, at p_rows; from the window where they lie there."""
-    i_n, i_position = sequence_of(i_t, i_b, p_in, num_tokens)
-    inputs = ()
-    for k in tl.static_range(K - 1):
-        inside = i_position >= K - 1 - k
-        b_x = tl.load(p_rows - (K - 1 - k) * stride_t, mask=m_i & inside, other=0.0).to(tl.float32)
-        if p_in.window is not None:
-            p_old = p_in.window + (i_n * num_channels + o_i) * (K - 1) + i_position + k
-            b_x += tl.load(p_old, mask=m_i & (i_position < K - 1 - k), other=0.0).to(tl.float32)
-        inputs = inputs + (b_x,)
-    return inputs
-
-
-@triton.jit
-def renew_history(inputs, i_n, i_position, o_i, m_i, p_in, num_channels, K: tl.constexpr):
-    """The window of sequence i_n in place of the inputs, if its first token is at hand."""
-    renewed = ()
-    for k in tl.static_range(K - 1):
-        b_x = tl.zeros([o_i.shape[0]], tl.float32)
-        if p_in.window is not None:
-            p_old = p_in.window + (i_n * num_channels + o_i) * (K - 1) + k
-            b_x += tl.load(p_old, mask=m_i & (i_position == 0), other=0.0).to(tl.float32)
-        renewed = renewed + (tl.where(i_position == 0, b_x, inputs[k]),)
-    return renewed
 
 
 @triton.jit
@@ -140,9 +79,14 @@ def convolve_segment(
     taps, b_bias = load_parameters(p_in.weight, p_in.bias, o_i, m_i, K)
     p_rows = p_in.x + (i_b * stride_b + i_first.to(tl.int64) * stride_t) + o_i
     p_out = p_u + (i_b * num_tokens + i_first) * num_channels + o_i
-    inputs = load_history(
-        i_first, i_b, o_i, m_i, p_rows, p_in, num_tokens, num_channels, stride_t, K
-    )
+    if p_in.mask is None:
+        inputs = load_history(
+            i_first, i_b, o_i, m_i, p_rows, p_in, num_tokens, num_channels, stride_t, K
+        )
+    else:
+        inputs = load_real_history(
+            i_first, i_b, o_i, m_i, p_in, num_tokens, num_channels, stride_b, stride_t, K
+        )
     for i_group in range(0, tl.minimum(L, num_tokens - i_first), U):
         rows = ()
         for r in tl.static_range(U):
@@ -153,18 +97,32 @@ def convolve_segment(
             if p_in.cu_seqlens is not None:
                 i_n, i_position = sequence_of(i_t, i_b, p_in, num_tokens)
                 inputs = renew_history(inputs, i_n, i_position, o_i, m_i, p_in, num_channels, K)
-            inputs = inputs + (rows[r].to(tl.float32),)
+            past, inputs = inputs, inputs + (rows[r].to(tl.float32),)
             b_sum = weighted_sum(inputs, taps, b_bias, K)
+            inputs = inputs[1:]
+            if p_in.mask is not None:
+                p_real = p_in.mask + i_b * num_tokens + i_t
+                is_real = tl.load(p_real, mask=i_t < num_tokens, other=0) != 0
+                # As in the published code, padding outputs what zero inputs would.
+                b_sum = tl.where(is_real, b_sum, b_bias)
+                inputs = select_inputs(is_real, inputs, past, K)
             b_u = (b_sum * tl.sigmoid(b_sum)).to(p_u.dtype.element_ty)
             tl.store(p_out + (i_group + r) * num_channels, b_u, mask=m_i & (i_t < num_tokens))
-            inputs = inputs[1:]
 
 
 @triton.jit
 def keep_window(
     i_n, o_i, m_i, p_in, p_new, num_tokens, num_channels, stride_b, stride_t, K: tl.constexpr
 ):
-    """The last K - 1 inputs of sequence i_n, from its old window where it is shorter."""
+    """The last K - 1 inputs of sequence i_n; a shorter one takes some from its old window."""
+    if p_in.mask is not None:
+        inputs = load_real_history(
+            num_tokens, i_n, o_i, m_i, p_in, num_tokens, num_channels, stride_b, stride_t, K
+        )
+        for j in tl.static_range(K - 1):
+            p_out = p_new + (i_n * num_channels + o_i) * (K - 1) + j
+            tl.store(p_out, inputs[j].to(p_new.dtype.element_ty), mask=m_i)
+        return
     i_start, i_end = sequence_bounds(i_n, p_in, num_tokens)
     p_x = p_in.x
     if p_in.cu_seqlens is None:
@@ -186,7 +144,7 @@ def conv_forward_kernel(
 ):  # fmt: skip
     """u[t] = silu(bias + sum_k weight[k] x[t - K + 1 + k]), and the new windows.
 
-    Programs of all segments of all rows come first, then those of all windows. p_in `ConvInputs`;
+    Programs for all segments of all rows come first, then those for all windows. p_in `ConvInputs`;
     p_u (B, T, I); p_new (N, I, K - 1).
     """
     i_part, o_i, m_i = program_channels(num_channels, BI)
@@ -207,9 +165,9 @@ def step_back(
     i_t, i_b, o_i, m_i, inputs, b_du, dinputs, dtaps, taps, b_bias,
     p_in, num_tokens, num_channels, K: tl.constexpr,
 ):  # fmt: skip
-    """Take in token i_t: its share in the gradients of the K taps and of the K last inputs, [BI].
+    """Add token i_t's share to the gradients of the K taps and of the last K inputs, [BI].
 
-    Returns the inputs it saw, the gradient at the argument of its SiLU, and both sums.
+    Returns the inputs of the token, the gradient of its SiLU's argument, and both sums.
     """
     i_position = i_t
     if p_in.cu_seqlens is not None:
@@ -222,7 +180,7 @@ def step_back(
         new_dtaps = new_dtaps + (dtaps[k] + b_g * inputs[k],)
         b_part = b_g * taps[k]
         if p_in.cu_seqlens is not None:
-            # Not a tap of zero, which would carry a NaN into the sequence before.
+            # Not a zero tap, which would carry a NaN into the previous sequence.
             b_part = tl.where(i_position >= K - 1 - k, b_part, 0.0)
         new_dinputs = new_dinputs + (dinputs[k] + b_part,)
     return inputs, b_g, new_dinputs, new_dtaps
@@ -233,7 +191,7 @@ def store_gradient(
     b_dx, i_row, i_first, i_b, o_i, m_i, p_out, p_dnew, p_in,
     num_tokens, num_channels, K: tl.constexpr,
 ):  # fmt: skip
-    """Write dx [BI] of row i_row of the segment, with its share of the new window's gradient."""
+    """Store dx [BI] of row i_row of the segment, including the new window's gradient."""
     i_t = i_first + i_row
     m_out = m_i & (i_row >= 0) & (i_t < num_tokens)
     if p_dnew is not None:
@@ -251,10 +209,10 @@ def conv_backward_kernel(
     num_tokens, num_channels, num_segments, stride_b, stride_t,
     K: tl.constexpr, L: tl.constexpr, U: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """dx of a segment, and its part of the gradients of weight (K rows) and bias (the last row).
+    """dx of a segment, and its share of the gradients of weight (K rows) and bias (the last row).
 
-    dx[t] = sum_k weight[k] g[t + K - 1 - k] with g = du silu'(...). An input is used by K - 1
-    tokens after its own, so a segment is read as far past its end. p_in `ConvInputs`; p_du, p_dx
+    dx[t] = sum_k weight[k] g[t + K - 1 - k] with g = du silu'(...). An input reaches the K - 1
+    tokens after it, so a program reads that far past its segment. p_in `ConvInputs`; p_du, p_dx
     (B, T, I); p_dnew (N, I, K - 1) or None; p_partial (B segments, K + 1, I).
     """
     i_part, o_i, m_i = program_channels(num_channels, BI)
@@ -315,7 +273,7 @@ def conv_window_backward_kernel(
     p_in, p_du, p_dnew, p_dwindow, num_tokens, num_channels, stride_b, stride_t,
     K: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the old window of a sequence: from its first K - 1 tokens, and what it kept.
+    """Gradient of a sequence's old window: from its first K - 1 tokens and the new window.
 
     p_in `ConvInputs` with a window; p_du (B, T, I); p_dnew (or None) and p_dwindow (N, I, K - 1).
     """

@@ -9,13 +9,13 @@ from torch import Tensor
 from flash_frac.ops.arithmetic import block_size, ceil_div
 from flash_frac.ops.backends import operator
 from flash_frac.ops.conv.kernels import (
-    ConvInputs,
     conv_backward_kernel,
     conv_forward_kernel,
     conv_window_backward_kernel,
 )
+from flash_frac.ops.conv.walk import ConvInputs
 
-# Tokens of a segment and channels of a program, two for a thread.
+# Tokens per segment and channels per program; a thread has two channels.
 SEGMENT, CHANNELS = 64, 256
 # Rows whose loads are in flight together.
 FORWARD_ROWS, BACKWARD_ROWS = 8, 4
@@ -30,7 +30,7 @@ def triton_conv(
 ) -> tuple[Tensor, Tensor]:
     """Backend "triton" of `causal_conv`, without a mask: u (B, T, I) and the new window.
 
-    Half of a (B, T, 2 I) projection needs no copy: rows of x may be apart.
+    Rows of x may be strided: half of a (B, T, 2 I) projection needs no copy.
     """
     sequence = None
     if cu_seqlens is not None:
@@ -43,8 +43,20 @@ def triton_conv(
     return conv_op(x, weight, bias, window, cu_seqlens, sequence)
 
 
+def triton_masked_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Backend "triton" of `causal_conv` with a mask, where no gradient is needed."""
+    if x.shape[2] > 1 and x.stride(2) != 1:
+        x = x.contiguous()
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    window = None if window is None else window.to(x.dtype).contiguous()
+    real = mask if mask.dtype == torch.bool else mask != 0
+    return masked_conv_op(x, weight, bias, window, real.contiguous())
+
+
 def _tile(num_channels: int) -> tuple[int, int, int]:
-    """Channels of a program, blocks of them, and warps."""
+    """Channels per program, number of channel blocks, and warps."""
     block = min(CHANNELS, block_size(num_channels, smallest=1))
     return block, ceil_div(num_channels, block), max(1, block // 64)
 
@@ -58,15 +70,20 @@ def conv_op(
     cu_seqlens: Tensor | None,
     sequence: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """u (B, T, I) and the new windows (N, I, K - 1). Only x may be strided, its last axis not."""
+    """u (B, T, I) and the new windows (N, I, K - 1). Only rows of x may be strided."""
+    num = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _convolve(ConvInputs(x, weight, bias, window, cu_seqlens, sequence), num)
+
+
+def _convolve(inputs: ConvInputs, num: int) -> tuple[Tensor, Tensor]:
+    """Launch the forward kernel for `num` sequences."""
+    x = inputs.x
     batch, num_tokens, num_channels = x.shape
-    num_taps = weight.shape[-1]
-    num = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    num_taps = inputs.weight.shape[-1]
     u = x.new_empty(x.shape)
     new = x.new_empty(num, num_channels, num_taps - 1)
     block, num_blocks, num_warps = _tile(num_channels)
     num_segments = ceil_div(num_tokens, SEGMENT)
-    inputs = ConvInputs(x, weight, bias, window, cu_seqlens, sequence)
     with torch.cuda.device_of(x):
         conv_forward_kernel[((batch * num_segments + num) * num_blocks,)](
             inputs, u, new,
@@ -82,6 +99,20 @@ def _(x, weight, bias, window, cu_seqlens, sequence):
     return x.new_empty(x.shape), x.new_empty(num, x.shape[2], weight.shape[-1] - 1)
 
 
+@operator("causal_conv_masked")
+def masked_conv_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Like `conv_op`, for padded sequences and without a gradient; mask (B, T) bool."""
+    inputs = ConvInputs(x, weight, bias, window, None, None, mask.view(torch.uint8))
+    return _convolve(inputs, x.shape[0])
+
+
+@masked_conv_op.register_fake
+def _(x, weight, bias, window, mask):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], weight.shape[-1] - 1)
+
+
 @operator("causal_conv_backward")
 def conv_backward_op(
     du: Tensor,
@@ -93,7 +124,7 @@ def conv_backward_op(
     cu_seqlens: Tensor | None,
     sequence: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and window; those of what is None are empty."""
+    """Gradients of x, weight, bias and window; empty for inputs that are None."""
     du, dnew = du.contiguous(), None if dnew is None else dnew.contiguous()
     batch, num_tokens, num_channels = x.shape
     num_taps = weight.shape[-1]

@@ -1,1 +1,1 @@
-"""One token at a time, its states updated in place: Triton kernels without gradients."""
+"""Decode one token at a time, updating states in place: Triton kernels without gradients."""

@@ -1,17 +1,18 @@
-"""Kernels for decoding: one token of the convolution, of controls, scan and gate; a linear layer.
+"""Kernels for decoding one token: convolution; controls, scan and gate; linear layers.
 
-    conv_step_kernel     window <- (window, x) without its oldest,  u = silu(bias + weight inputs)
+    conv_step_kernel     window <- (window, x) without the oldest,  u = silu(bias + weight inputs)
     control_step_kernel  state <- rho state + write u,  z = (sum_m read state + D u) silu(gate + b)
     gemv_kernel          y = residual + W (x norm_weight / rms(x)) + bias
     swiglu_gemv_kernel   y = silu(W_gate n) (W_up n),  n = x norm_weight / rms(x)
 
-States are updated in place, and a padded token changes none. The formulas of read, write and rho
-are in `ops/control/reference.py`.
+8-bit matrices have one scale per row, which multiplies the sum over the row.
+States are updated in place; padding leaves them unchanged. The formulas of read, write and rho are
+in `ops/control/reference.py`.
 Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps (of the controls:
-dynamics logits a head), E inputs and O outputs of a linear layer.
+dynamics logits per head), E inputs and O outputs of a linear layer.
 """
 
-# Triton compiles no (*a, b).
+# Triton cannot compile (*a, b).
 # ruff: noqa: RUF005
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_frac.ops.arithmetic import decay_and_add, expm1
+from flash_frac.ops.arithmetic import decay_and_add
 from flash_frac.ops.control.kernels import (
     head_dynamics,
+    mode_beta,
     mode_decay,
+    mode_log_tau,
     mode_logits,
     mode_prior,
     mode_weights,
@@ -34,7 +37,7 @@ from flash_frac.ops.conv.kernels import load_parameters, weighted_sum
 
 
 class GateInputs(NamedTuple):
-    """What follows the scan: gate (B, H D), rows stride_gate apart, and skip (H, D), or None."""
+    """Inputs of the gate: gate (B, H D), rows stride_gate apart, and skip (H, D), or None."""
 
     gate: Tensor | None
     skip: Tensor | None
@@ -45,7 +48,7 @@ def conv_step_kernel(
     p_x, p_weight, p_bias, p_window, p_mask, p_u, num_channels, stride_x,
     K: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """u = silu(bias + sum_k weight[k] inputs[k]), and x enters the window.
+    """u = silu(bias + sum_k weight[k] inputs[k]); then x is appended to the window.
 
     A program owns BI channels of one sequence. p_x (B, I), rows stride_x apart; p_u (B, I);
     p_window (B, I, K - 1), overwritten; p_weight (I, 1, K); p_bias (I,) and p_mask (B,), or None.
@@ -57,7 +60,7 @@ def conv_step_kernel(
     if p_mask is not None:
         m_write &= tl.load(p_mask + i_b) != 0
     p_row = p_window + (i_b * num_channels + o_i) * (K - 1)
-    # All loads before any store, so that memory is waited for once.
+    # All loads come before any store, so that the program waits for memory once.
     taps, b_bias = load_parameters(p_weight, p_bias, o_i, m_i, K)
     past, inputs = (), ()
     for k in tl.static_range(K - 1):
@@ -68,7 +71,7 @@ def conv_step_kernel(
     b_u = b_sum * tl.sigmoid(b_sum)
     tl.store(p_u + i_b * num_channels + o_i, b_u.to(p_u.dtype.element_ty), mask=m_i)
     if K > 1:
-        # A thread may overwrite what another has to read.
+        # Without a barrier a thread may overwrite what another still has to read.
         tl.debug_barrier()
         for k in tl.static_range(1, K - 1):
             tl.store(p_row + k - 1, past[k], mask=m_write)
@@ -78,6 +81,7 @@ def conv_step_kernel(
 @triton.jit
 def control_step_kernel(
     p_u, p_in, p_state, p_gating, p_y, ranges, H, M: tl.constexpr, D, stride_gate, gate_bias,
+    OWN_TAU: tl.constexpr,
     K: tl.constexpr, LAMBDA: tl.constexpr, READ_PRIOR: tl.constexpr, WRITE_PRIOR: tl.constexpr,
     NORMALIZATION: tl.constexpr, BETA: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +95,7 @@ def control_step_kernel(
     o_m, o_d = tl.arange(0, BM), tl.program_id(0) * BD + tl.arange(0, BD)
     m_m, m_d = o_m < M, o_d < D
     o_state, m_state = i_row * M * D + o_m[:, None] * D + o_d[None, :], m_m[:, None] & m_d[None, :]
-    # The state and what belongs to channels come first, to be on their way during the controls.
+    # Loads of the state and per-channel inputs come first, to overlap with the controls.
     b_old = tl.load(p_state + o_state, mask=m_state, other=0.0)
     b_u = tl.load(p_u + i_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
     if p_gating.gate is not None:
@@ -99,21 +103,19 @@ def control_step_kernel(
         b_gate = tl.load(p_channel, mask=m_d, other=0.0).to(tl.float32) + gate_bias
         if p_gating.skip is not None:
             b_skip = tl.load(p_gating.skip + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-    # The controls of one head, as a block of one row; the logits without their prior for now.
+    # The controls of one head, as a block of one row; the prior is added to the logits later.
     o_t = tl.arange(0, 1)
     m_r = o_t < 1
     at = (i_b * 2 * H * M, (i_h * M + o_m)[None, :], m_m[None, :], H * M)
     _, b_read, _, _ = mode_logits(p_in.rw, p_in.read_gate, None, at, 0, False)
     _, b_write, _, _ = mode_logits(p_in.rw, p_in.write_gate, None, at, 1, False)
-    b_log_tau = tl.load(p_in.log_tau + o_m, mask=m_m, other=0.0)
+    b_log_tau = mode_log_tau(p_in.log_tau, o_t + i_h, o_m, m_r, m_m, M, OWN_TAU)
     b_delta, b_alpha, b_lam, _, _, _ = head_dynamics(
         p_in.dyn, p_in.dt_bias, i_b, o_t, o_t + i_h, m_r, H, ranges, K, LAMBDA
     )
     # [1, BM]
     _, b_log_decay, _ = mode_decay(b_delta, b_alpha, b_lam, b_log_tau, ranges)
-    b_beta = -expm1(b_log_decay)
-    if BETA == "exact_zoh":
-        b_beta = b_beta * (1 / b_lam)[:, None]
+    b_beta = mode_beta(b_log_decay, b_lam, BETA)
     b_prior = mode_prior(None, b_alpha, b_log_tau, 0, 0, m_m)
     if READ_PRIOR:
         b_read += b_prior
@@ -137,24 +139,32 @@ def control_step_kernel(
 
 @triton.jit
 def load_weights(p_weight, o_o, o_e, O, E: tl.constexpr):  # noqa: E741
-    """[BO, BE], float32, of p_weight (O, E)."""
+    """Block [BO, BE], float32, of p_weight (O, E), before the scales of quantised rows."""
     o_w = o_o.to(tl.int64)[:, None] * E + o_e[None, :]
     m_w = (o_o < O)[:, None] & (o_e < E)[None, :]
     return tl.load(p_weight + o_w, mask=m_w, other=0.0).to(tl.float32)
 
 
 @triton.jit
+def scale_rows(b_sum, p_scale, o_o, m_o):
+    """Row sums [BO] times p_scale (O,); p_scale is None if weights are not quantised."""
+    if p_scale is not None:
+        b_sum *= tl.load(p_scale + o_o, mask=m_o, other=0.0).to(tl.float32)
+    return b_sum
+
+
+@triton.jit
 def gemv_kernel(
-    p_x, p_norm, p_weight, p_bias, p_residual, p_y,
+    p_x, p_norm, p_weight, p_scale, p_bias, p_residual, p_y,
     O, E: tl.constexpr, stride_x, eps, BO: tl.constexpr, BE: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
     """y = residual + W (x norm_weight / rms(x)) + bias, for BO rows of W and one vector.
 
-    A program walks along its rows; the sum of squares of x is collected on the way, so that a norm
-    costs no pass of its own. p_x (B, E), rows stride_x apart; p_weight (O, E); p_y (B, O); p_norm
-    (E,), p_bias (O,) and p_residual (B, O) may be None.
+    A program walks along its rows and accumulates the sum of squares of x on the way, so the norm
+    costs no extra pass. p_x (B, E), rows stride_x apart; p_weight (O, E); p_y (B, O); p_norm
+    (E,), p_scale and p_bias (O,) and p_residual (B, O) may be None.
     """
-    # Vectors are the fast axis of the grid: programs side by side read the same weights.
+    # Vectors are the fast axis of the grid: neighbouring programs read the same weights.
     i_b = tl.program_id(0)
     o_o = tl.program_id(1) * BO + tl.arange(0, BO)
     m_o = o_o < O
@@ -170,7 +180,7 @@ def gemv_kernel(
             b_squares += b_x * b_x
             b_x *= tl.load(p_norm + o_e, mask=m_e, other=0.0).to(tl.float32)
         b_sum += b_w * b_x[None, :]
-    b_y = tl.sum(b_sum, 1)
+    b_y = scale_rows(tl.sum(b_sum, 1), p_scale, o_o, m_o)
     if p_norm is not None:
         b_y *= tl.rsqrt(tl.sum(b_squares, 0) / E + eps)
     if p_bias is not None:
@@ -183,16 +193,17 @@ def gemv_kernel(
 
 @triton.jit
 def swiglu_gemv_kernel(
-    p_x, p_norm, p_gate, p_up, p_y,
+    p_x, p_norm, p_gate, p_up, p_gate_scale, p_up_scale, p_y,
     O, E: tl.constexpr, stride_x, eps, BO: tl.constexpr, BE: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
     """y = silu(W_gate n) (W_up n) with n = x norm_weight / rms(x), for BO rows of both matrices.
 
-    As `gemv_kernel`: p_x (B, E), rows stride_x apart; p_norm (E,); p_gate, p_up (O, E), the
-    matrices; p_y (B, O).
+    Like `gemv_kernel`: p_x (B, E), rows stride_x apart; p_norm (E,); p_gate, p_up (O, E), the
+    matrices, and p_gate_scale, p_up_scale (O,), or None; p_y (B, O).
     """
     i_b = tl.program_id(0)
     o_o = tl.program_id(1) * BO + tl.arange(0, BO)
+    m_o = o_o < O
     # [BO, BE] and [BE]
     b_gates = tl.zeros([BO, BE], dtype=tl.float32)
     b_ups = tl.zeros([BO, BE], dtype=tl.float32)
@@ -208,6 +219,7 @@ def swiglu_gemv_kernel(
         b_gates += b_gate_w * b_x[None, :]
         b_ups += b_up_w * b_x[None, :]
     b_rms = tl.rsqrt(tl.sum(b_squares, 0) / E + eps)
-    b_gate, b_up = tl.sum(b_gates, 1) * b_rms, tl.sum(b_ups, 1) * b_rms
+    b_gate = scale_rows(tl.sum(b_gates, 1), p_gate_scale, o_o, m_o) * b_rms
+    b_up = scale_rows(tl.sum(b_ups, 1), p_up_scale, o_o, m_o) * b_rms
     b_y = b_gate * tl.sigmoid(b_gate) * b_up
-    tl.store(p_y + i_b * O + o_o, b_y.to(p_y.dtype.element_ty), mask=o_o < O)
+    tl.store(p_y + i_b * O + o_o, b_y.to(p_y.dtype.element_ty), mask=m_o)

@@ -1,7 +1,7 @@
-"""Operators for decoding, on Triton alone and without gradients.
+"""Operators for decoding, in Triton only and without gradients.
 
 Convolution and scan of one token, which update their states in place, and linear layers on a few
-vectors.
+vectors. Weights of linear layers may be quantised: int8 or float8_e4m3fn, with one scale per row.
 
 Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps, E inputs, O
 outputs of a linear layer.
@@ -26,14 +26,19 @@ from flash_frac.ops.decode.kernels import (
     swiglu_gemv_kernel,
 )
 from flash_frac.ops.norm.triton import triton_norm
-from flash_frac.ops.swiglu.triton import triton_swiglu
 
-# Channels of a program. Few, so that a single sequence still occupies many processors.
+# Channels per program. Few, so that a single sequence still occupies many multiprocessors.
 CONV_CHANNELS, STATE_CHANNELS = 128, 64
-# Beyond this number of vectors the matrix units win.
-MOST_VECTORS = 4
-# Elements of a matrix that a program has in flight, and the most of them along a row.
+# Beyond this number of vectors, tensor cores win. So they do for several vectors beyond this number
+# of 16-bit weights, because each vector reads all weights (one H200, docs/log.md). 8-bit weights
+# have no such limit: for a product they are dequantised, which moves five times the bytes that the
+# kernel reads. Not measured yet.
+MOST_VECTORS, MOST_READ = 4, 2**24
+# Matrix elements that a program has in flight, and the most of them along a row. 8-bit weights have
+# twice as many, for the same number of bytes.
 GEMV_TILE, LONGEST_ROW = 8192, 2048
+# Dtypes of quantised weights.
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
 
 
 def fused_conv_step(
@@ -44,12 +49,12 @@ def fused_conv_step(
     *,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """silu of the convolution at one token, which then enters the window; it has no gradient.
+    """silu of the convolution at one token; then append it to the window. No gradient.
 
     Args:
-        x: (B, I), its last axis contiguous: half of a (B, 2 I) projection will do.
+        x: (B, I), last axis contiguous, such as half of a (B, 2 I) projection.
         weight: (I, 1, K), the last tap for this token; bias: (I,) or None.
-        window: (B, I, K - 1) inputs before it, contiguous; overwritten.
+        window: (B, I, K - 1) previous inputs, contiguous; overwritten.
         mask: (B,), 0 at padding, which leaves the window as it is.
 
     Returns:
@@ -78,17 +83,17 @@ def fused_control_step(
     gate_bias: float = 0.0,
     skip: Tensor | None = None,
 ) -> Tensor:
-    """Controls and `frac_step` of one token, and what follows; it has no gradient.
+    """Controls and `frac_step` of one token, then direct term and gate. No gradient.
 
     Args:
         u: (B, H, D), contiguous.
         dyn_logits (B, 3 H), or 2 H with a fixed alpha; rw_logits (B, 2 H M); dt_bias (H,), gate
-            logits (1,) and log_tau (M,), all as in `controls_from_logits`.
+            logits (1,) and log_tau (M,) or (H, M), all as in `controls_from_logits`.
         state: (B, H, M, D) float32, contiguous; overwritten.
         settings: with the asymptotic prior.
         mask: (B,), 0 at padding, which leaves the state as it is.
-        gate: (B, H D), its last axis contiguous; None for y alone. gate_bias is added to it.
-        skip: (H, D) of the direct term, if there is a gate; None for none.
+        gate: (B, H D), last axis contiguous; gate_bias is added to it. None for y alone.
+        skip: (H, D) weight of the direct term, only with a gate; None for no direct term.
 
     Returns:
         y, or (y + skip u) silu(gate + gate_bias) with a gate; (B, H, D), like u.
@@ -98,7 +103,7 @@ def fused_control_step(
             f"fused_control_step needs the asymptotic prior, got {settings.prior!r}; "
             "use controls_from_logits and frac_step"
         )
-    (batch, heads, channels), modes = u.shape, log_tau.shape[0]
+    (batch, heads, channels), modes = u.shape, log_tau.shape[-1]
     shapes = [
         ("u", u, (batch, heads, channels)),
         ("dyn_logits", dyn_logits, (batch, num_dynamics(settings) * heads)),
@@ -106,7 +111,7 @@ def fused_control_step(
         ("dt_bias", dt_bias, (heads,)),
         ("read_gate_logit", read_gate_logit, (1,)),
         ("write_gate_logit", write_gate_logit, (1,)),
-        ("log_tau", log_tau, (modes,)),
+        ("log_tau", log_tau, (heads, modes)[-log_tau.ndim :]),
         ("state", state, (batch, heads, modes, channels)),
         ("mask", mask, (batch,)),
         ("skip", skip, (heads, channels)),
@@ -128,15 +133,17 @@ def fused_norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + weight RMSNorm(x) + bias, rounded once, at the end; it has no gradient.
+    """residual + weight RMSNorm(x) + bias, rounded once at the end. No gradient.
 
     Args:
-        x: (B, E), its last axis contiguous, at most MOST_VECTORS rows.
+        x: (B, E), last axis contiguous, at most MOST_VECTORS rows.
         weight: (O, E), contiguous; bias: (O,) or None.
+        scale: (O,), one factor per row of a quantised weight (a dtype of QUANTISED).
         norm_weight: (E,) of the norm, with its eps; None for no norm.
         residual: (B, O), contiguous, or None.
 
@@ -147,8 +154,9 @@ def fused_norm_linear(
     (batch, size), num_outputs = x.shape, weight.shape[0]
     shapes = [("weight", weight, (num_outputs, size)), ("bias", bias, (num_outputs,))]
     shapes += [("norm_weight", norm_weight, (size,)), ("residual", residual, (batch, num_outputs))]
-    _check("fused_norm_linear", x, shapes)
-    return norm_linear_op(x, weight, bias, norm_weight, eps, residual)
+    _check("fused_norm_linear", x, [*shapes, ("scale", scale, (num_outputs,))])
+    _check_scale("weight", weight, scale)
+    return norm_linear_op(x, weight, scale, bias, norm_weight, eps, residual)
 
 
 def norm_linear(
@@ -156,31 +164,54 @@ def norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`fused_norm_linear` of any number of vectors: beyond MOST_VECTORS by the matrix units."""
-    if x.shape[0] <= MOST_VECTORS:
-        options = {"norm_weight": norm_weight, "eps": eps, "residual": residual}
+    """`fused_norm_linear` for any number of vectors; many vectors use tensor cores."""
+    num = x.shape[0]
+    little = num == 1 or scale is not None or num * weight.numel() <= MOST_READ
+    if num <= MOST_VECTORS and little:
+        options = {"scale": scale, "norm_weight": norm_weight, "eps": eps, "residual": residual}
         return fused_norm_linear(x, weight, bias, **options)
     if norm_weight is not None:
         x = triton_norm(x, norm_weight, eps, x.dtype)
+    if scale is not None:
+        weight = _dequantised(weight, scale, x.dtype)
     if residual is not None and bias is None:
         return torch.addmm(residual, x, weight.t())
     y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
 
 
+def _dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights (O, E) in a dtype, rounded once.
+
+    Scaled before a product and not after it: sums of unscaled values exceed float16.
+    """
+    # One kernel reads int8 and writes the result; torch does not multiply float8 by other dtypes.
+    values = weight if weight.dtype is torch.int8 else weight.to(dtype)
+    return torch.mul(values, scale[:, None], out=weight.new_empty(weight.shape, dtype=dtype))
+
+
 def fused_norm_swiglu(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, norm_weight: Tensor, eps: float
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    gate_scale: Tensor | None = None,
+    up_scale: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate_weight n) (up_weight n), n = RMSNorm(x), rounded once, at the end; no gradient.
+    """silu(gate_weight n) (up_weight n), n = RMSNorm(x), rounded once at the end. No gradient.
 
     Args:
-        x: (B, E), its last axis contiguous, at most MOST_VECTORS rows.
+        x: (B, E), last axis contiguous, at most MOST_VECTORS rows.
         gate_weight, up_weight: (O, E), contiguous.
         norm_weight: (E,) of the norm, with its eps.
+        gate_scale, up_scale: (O,), as in `fused_norm_linear`.
 
     Returns:
         (B, O), in the dtype of x.
@@ -189,18 +220,21 @@ def fused_norm_swiglu(
     size, num_outputs = x.shape[1], gate_weight.shape[0]
     shapes: list = [("gate_weight", gate_weight, (num_outputs, size))]
     shapes += [("up_weight", up_weight, (num_outputs, size)), ("norm_weight", norm_weight, (size,))]
+    scales = {"gate_scale": gate_scale, "up_scale": up_scale}
+    shapes += [(name, scale, (num_outputs,)) for name, scale in scales.items()]
     _check("fused_norm_swiglu", x, shapes)
-    return norm_swiglu_op(x, gate_weight, up_weight, norm_weight, eps)
+    _check_scale("gate_weight", gate_weight, gate_scale)
+    _check_scale("up_weight", up_weight, up_scale)
+    return norm_swiglu_op(x, gate_weight, up_weight, gate_scale, up_scale, norm_weight, eps)
 
 
-def norm_swiglu(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, norm_weight: Tensor, eps: float
-) -> Tensor:
-    """`fused_norm_swiglu` of any number of vectors: beyond MOST_VECTORS by the matrix units."""
-    if x.shape[0] <= MOST_VECTORS:
-        return fused_norm_swiglu(x, gate_weight, up_weight, norm_weight, eps)
-    x = triton_norm(x, norm_weight, eps, x.dtype)
-    return triton_swiglu(F.linear(x, gate_weight), F.linear(x, up_weight))
+def _check_scale(name: str, weight: Tensor, scale: Tensor | None) -> None:
+    if (weight.dtype in QUANTISED) != (scale is not None):
+        given = "a scale" if scale is not None else "no scale"
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED)
+        raise ValueError(
+            f"{name} of {kinds} has a scale, any other none; got {weight.dtype} and {given}"
+        )
 
 
 def _check_vectors(x: Tensor) -> None:
@@ -233,7 +267,7 @@ def _check(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tupl
 def conv_step_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """u (B, I) like x, whose rows may be apart; the rest is contiguous."""
+    """u (B, I) like x. Rows of x may be strided; the rest is contiguous."""
     batch, channels = x.shape
     u = x.new_empty(batch, channels)
     with torch.cuda.device_of(x):
@@ -266,15 +300,15 @@ def control_step_op(
     ranges: Sequence[float],
     switches: str,
 ) -> Tensor:
-    """y, or z with a gate, (B, H, D) like u. All contiguous, but rows of the gate may be apart."""
-    (batch, heads, channels), modes = u.shape, log_tau.shape[0]
+    """y, or z with a gate, (B, H, D) like u. Rows of gate may be strided, the rest not."""
+    (batch, heads, channels), modes = u.shape, log_tau.shape[-1]
     y = torch.empty_like(u)
     width = min(block_size(channels), STATE_CHANNELS)
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, None, mask)
     with torch.cuda.device_of(u):
         control_step_kernel[(ceil_div(channels, width), heads, batch)](
             u, inputs, state, GateInputs(gate, skip), y, Ranges(*ranges),
-            H=heads, M=modes, D=channels,
+            H=heads, M=modes, D=channels, OWN_TAU=log_tau.ndim == 2,
             stride_gate=0 if gate is None else gate.stride(0), gate_bias=gate_bias,
             **kernel_options(switches),
             BM=block_size(modes, smallest=1), BD=width, num_warps=1,
@@ -291,6 +325,7 @@ def _(u, *rest):
 def norm_linear_op(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     norm_weight: Tensor | None,
     eps: float,
@@ -302,43 +337,50 @@ def norm_linear_op(
     rows, options = _gemv_launch(weight, GEMV_TILE)
     with torch.cuda.device_of(x):
         gemv_kernel[(batch, ceil_div(num_outputs, rows))](
-            x, norm_weight, weight, bias, residual, y, num_outputs,
+            x, norm_weight, weight, scale, bias, residual, y, num_outputs,
             stride_x=x.stride(0), eps=eps, **options,
         )  # fmt: skip
     return y
 
 
 def _gemv_launch(weight: Tensor, tile: int) -> tuple[int, dict[str, int]]:
-    """Rows of the matrix that a program takes, and sizes and launch options."""
+    """Matrix rows per program, block sizes and launch options."""
     num_outputs, size = weight.shape
     length = min(block_size(size), LONGEST_ROW)
-    # Few outputs are spread over more programs, so that all processors read.
-    rows = tile // length if num_outputs >= 2048 else 1
-    return rows, {"E": size, "BO": rows, "BE": length, "num_warps": 4}
+    # Few outputs are spread over more programs, to occupy all multiprocessors.
+    spread, packed = num_outputs < 2048, 2 if weight.itemsize == 1 else 1
+    rows = 1 if spread else packed * tile // length
+    return rows, {"E": size, "BO": rows, "BE": length, "num_warps": 4 if spread else 4 * packed}
 
 
 @norm_linear_op.register_fake
-def _(x, weight, bias, norm_weight, eps, residual):
+def _(x, weight, scale, bias, norm_weight, eps, residual):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @operator("norm_swiglu")
 def norm_swiglu_op(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, norm_weight: Tensor, eps: float
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_scale: Tensor | None,
+    up_scale: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
 ) -> Tensor:
     """y (B, O) in the dtype of x, whose rows may be apart; the rest is contiguous."""
     batch, num_outputs = x.shape[0], gate_weight.shape[0]
     y = x.new_empty(batch, num_outputs)
-    # Each of the two matrices has half of the tile.
+    # Each of the two matrices gets half of the tile.
     rows, options = _gemv_launch(gate_weight, GEMV_TILE // 2)
     with torch.cuda.device_of(x):
         swiglu_gemv_kernel[(batch, ceil_div(num_outputs, rows))](
-            x, norm_weight, gate_weight, up_weight, y, num_outputs,
+            x, norm_weight, gate_weight, up_weight, gate_scale, up_scale, y, num_outputs,
             stride_x=x.stride(0), eps=eps, **options,
         )  # fmt: skip
     return y
 
 
 @norm_swiglu_op.register_fake
-def _(x, gate_weight, up_weight, norm_weight, eps):
+def _(x, gate_weight, up_weight, gate_scale, up_scale, norm_weight, eps):
     return x.new_empty(x.shape[0], gate_weight.shape[0])

@@ -5,10 +5,11 @@ For each head, with a = exp(log_decay) and a state of one row for each key chann
     state[t] = a[t] state[t - 1] + beta[t] k[t] (v[t] - a[t] state[t - 1]^T k[t])^T
     y[t]     = state[t]^T q[t]
 
-The state maps keys to values: a token replaces the share beta of what its key finds by its value.
+The state maps keys to values. A token replaces a share beta of the value stored at its key by its
+own value.
 
-Letters: B batch, T time, H heads, K key channels, D value channels, N sequences (B, or all of a
-row).
+Letters: B batch, T time, H heads, K key channels, D value channels, N sequences (B, or those packed
+in a row).
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ def delta_scan(
     """Scan sequences, whole or in pieces: feeding the returned state back in continues exactly.
 
     Args:
-        q: (B, T, H, K) queries; nothing scales them here. B and T may be 0.
+        q: (B, T, H, K) queries, already scaled. B and T may be 0.
         k: (B, T, H, K) keys, of at most unit length: longer ones let the state grow.
-        v: (B, T, H, D) values, float64, float32, bfloat16 or float16, as q and k are.
-        beta: (B, T, H) share of what a key finds that is replaced by the value, from 0 to 1.
-            A token with beta 0 and log_decay 0 is an identity step: padding.
+        v: (B, T, H, D) values, float64, float32, bfloat16 or float16, like q and k.
+        beta: (B, T, H) share of the stored value that is replaced, from 0 to 1. A token with
+            beta 0 and log_decay 0 is an identity step: padding.
         log_decay: (B, T, H) log of the share of the state that is kept, from -inf to 0; float32.
-            A value above 0 is refused on the CPU. On a GPU, where looking would wait for the
-            device, results are then wrong.
+            Positive values raise on the CPU. On a GPU they are not checked, which would sync with
+            the device, and give wrong results.
         initial_state: (N, H, K, D) state before the first token, float32; zeros if None.
         cu_seqlens: (N + 1,) integers, 0 first and T last: sequence n of the packed row (B = 1) is
             tokens cu_seqlens[n] to cu_seqlens[n + 1]. Empty sequences keep their initial state.
             Values are checked when the tensor is on the CPU.
         backend: "auto" (Triton on CUDA, torch elsewhere), "triton" (K up to 128, D up to 256),
-            "torch" (chunked in plain PyTorch) or "recurrent" (the specification). One that cannot
-            run raises and says why.
+            "torch" (chunked, plain PyTorch) or "recurrent" (the slow reference). A backend that
+            cannot run raises an error that says why.
 
     Returns:
         ScanOutput(y, state): y (B, T, H, D) like v; state (N, H, K, D) after the last token.
-        Accumulation and state are float32, or float64 when v is. An inf or NaN spoils its own
-        sequence from there on, and nothing else.
+        Accumulation and state are float32, or float64 if v is. An inf or NaN affects only its own
+        sequence, from that token on.
 
     Example:
         >>> k = torch.nn.functional.normalize(torch.randn(2, 1024, 4, 64), dim=-1)
@@ -95,7 +96,7 @@ def delta_step(
 def check_delta_inputs(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, axes: tuple[str, ...]
 ) -> None:
-    """ValueError unless shapes, devices and dtypes fit together; `axes` names those of beta."""
+    """ValueError unless shapes, devices and dtypes match; `axes` names the axes of beta."""
     letters = ", ".join(axes)
     if v.ndim != len(axes) + 1 or not v.is_floating_point():
         raise ValueError(

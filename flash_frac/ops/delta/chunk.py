@@ -1,7 +1,7 @@
 """Backend "torch" of the delta rule: parallel inside chunks, a loop over chunks.
 
-Rows are cut into chunks as for the scan (`scan/chunk.py`), `passes.py` computes on those. For
-torch.compile the whole is one operator.
+Rows are cut into chunks as for the scan (`scan/chunk.py`); `passes.py` computes on the chunks. For
+torch.compile it is one operator.
 
 Letters: B batch, T time, N chunks, H heads, C tokens of a chunk, G = B H, K key channels, D value
 channels, S sequences of a row (1, or all packed sequences).
@@ -30,7 +30,7 @@ def chunk_delta(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "torch" of `delta_scan`: the same arguments."""
+    """Backend "torch" of `delta_scan`, with the same arguments."""
     if initial_state is None:
         initial_state = zero_state(v, k, cu_seqlens)
     if v.numel() == 0:
@@ -47,14 +47,14 @@ def chunk_delta(
 def _chunked(
     tokens: Sequence[Tensor], initial: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Slots, list[Tensor]]:
-    """Where tokens go, the inputs there, and the states (S, G, K, D) at the beginning."""
+    """Layout of the tokens, the inputs in that layout, and the initial states (S, G, K, D)."""
     slots = slots_of(tokens[0].shape[1], cu_seqlens)
     start = initial.flatten(0, 1)[None] if cu_seqlens is None else initial
     return slots, [*(_to_chunks(x, slots) for x in tokens), start]
 
 
 def _to_chunks(x: Tensor, slots: Slots) -> Tensor:
-    """(B, T, H, X) -> (N, G, C, X), contiguous: the loop over chunks takes one after the other."""
+    """(B, T, H, X) -> (N, G, C, X), contiguous, chunk by chunk for the loop."""
     return slots.cut(x).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
 
 
@@ -73,9 +73,9 @@ def compiled_delta(
     initial: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule as one operator, for torch.compile, which does not follow the loop.
+    """The delta rule as one operator for torch.compile, which cannot trace the loop.
 
-    Nothing is kept for the backward pass, which computes it again.
+    The forward pass saves nothing but its inputs; the backward pass recomputes it.
     """
     slots, inputs = _chunked((q, k, v, beta, log_decay), initial, cu_seqlens)
     (y, final), _ = isolated_forward(inputs, slots.layout)

@@ -1,25 +1,25 @@
-"""Kernels of the delta rule that have one program for every chunk and head.
+"""Kernels of the delta rule that run one program per chunk and head.
 
-With g = log_decay and, of a chunk of C tokens, gamma[i, j] = exp(sum of g over j < p <= i),
+With g = log_decay and, in a chunk of C tokens, gamma[i, j] = exp(sum of g over j < p <= i),
 in[i] = exp(sum over p <= i), out[i] = exp(sum over p > i) and total = the sum over the chunk,
 
     A[i, j]  = beta[i] gamma[i, j] k[i].k[j]    i > j          T = (1 + A)^-1
     pairs    = gamma[i, j] q[i].k[j]            i >= j
     w        = T (beta in k)                                   u = T (beta v)
 
-`delta_prepare_kernel` makes T, w and u; the walk in `walk.py` goes on with U and S, and
-`delta_output_kernel` ends with y:
+`delta_prepare_kernel` computes T, w and u, then the walk in `walk.py` U and S, and finally
+`delta_output_kernel` y:
 
     U  = u - w S            S' = exp(total) S + (out k)^T U    y = in q S + pairs U
 
-All exponents are sums of g between two tokens, <= 0, and never differences of larger sums, so that
-g may be -inf. `delta_gradient_kernel` makes the gradients from those of the states and of U: with
-X = T^T dU, whatever went into the triangular system has the gradients dv = beta X and
-dA = -X U^T (i > j), and keys have -X S^T there.
+All exponents are sums of g between two tokens, <= 0, and never differences of larger sums, so g may
+be -inf. `delta_gradient_kernel` computes the gradients from those of the states and of U. With
+X = T^T dU, the inputs of the triangular system have gradients dv = beta X, dA = -X U^T (i > j), and
+for the keys -X S^T.
 
-An inf or NaN of k, v, beta or g is taken out, as products would carry it to earlier tokens of its
-chunk. `in` is NaN from that token on, and so are its outputs; total is NaN, and so are all states
-and outputs that follow. A bad q or dy stays in its own row.
+An inf or NaN in k, v, beta or g is zeroed, because products would carry it to earlier tokens of its
+chunk. Instead `in` is NaN from that token on, and so are the outputs; total is NaN, and so are all
+later states and outputs. A bad q or dy stays in its own row.
 
 Letters: N chunks of C tokens, H heads, K key channels in a block BK, D value channels in blocks BD.
 i_ch numbers chunk and head together.
@@ -36,9 +36,9 @@ from torch import Tensor
 from flash_frac.ops.arithmetic import power
 from flash_frac.ops.scan.plan import locate_chunk
 
-# Integers that differ from call to call: a kernel compiled for each value would be compiled often.
+# Integers that differ from call to call; specialising on them would recompile the kernel often.
 VARIES = ("num_tokens", "chunks_each")
-# Blocks of 2^4 tokens of a triangular system are solved by substitution.
+# log2 of the block size up to which substitution solves the triangular system: 16 tokens.
 LEVEL_SUBSTITUTED = tl.constexpr(4)
 
 
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What needs no state: see the top of this file. In the dtype of v, or float32 (last three).
+    """Results that need no state, see the module docstring; dtype of v, the last three float32.
 
     inverse (N, H, C, C), w (N, H, C, K); u (N, H, C, D); decay_in, decay_out (N, H, C);
     total (N, H). inverse is None in the forward pass.
@@ -68,10 +68,10 @@ class Prepared(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What the walks leave, in the dtype of v: U and dU (N, H, C, D), S and dS' (N, H, D, K).
+    """Results of the walks, in the dtype of v: U and dU (N, H, C, D), S and dS' (N, H, D, K).
 
-    S is the state before a chunk, and dS' the gradient of the state after it. `dcorrected` begins
-    with pairs^T dy; gradients are None in the forward pass.
+    S is the state before a chunk, and dS' the gradient of the state after it. `dcorrected` is
+    initialised with pairs^T dy; gradients are None in the forward pass.
     """
 
     corrected: Tensor
@@ -82,7 +82,7 @@ class Walked(NamedTuple):
 
 @triton.jit
 def is_bad(b_x):
-    """Whether numbers are inf or NaN."""
+    """Elementwise, whether values are inf or NaN."""
     return (tl.abs(b_x.to(tl.float32)) < float("inf")) == 0
 
 
@@ -94,7 +94,7 @@ def finite(b_x):
 
 @triton.jit
 def _load_decay(p_decay, o_row, m_t):
-    """log_decay [C] without NaN and inf, and where they were; -inf stays."""
+    """log_decay [C] without NaN and +inf, and a mask of where they were; -inf stays."""
     b_decay = tl.load(p_decay + o_row, mask=m_t, other=0.0)
     b_bad = (b_decay < float("inf")) == 0
     return tl.where(b_bad, 0.0, b_decay), b_bad
@@ -102,7 +102,7 @@ def _load_decay(p_decay, o_row, m_t):
 
 @triton.jit
 def _decay_between(b_decay, o_t, PRECISION: tl.constexpr):
-    """gamma [C, C], with the later token first; 1 where that is not later."""
+    """gamma [C, C], later token in rows; 1 where the row is not later."""
     b_steps = tl.where(o_t[:, None] > o_t[None, :], b_decay[:, None], 0.0)
     return power(tl.cumsum(b_steps, 0), PRECISION == "ieee")
 
@@ -111,8 +111,8 @@ def _decay_between(b_decay, o_t, PRECISION: tl.constexpr):
 def _inverse(b_a, o_t, C: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + A)^-1 of A [C, C], zero on and above the diagonal.
 
-    Blocks of R by substitution; two blocks P and Q with X below P make one of twice their size,
-    with -Q X P there.
+    Blocks of R tokens are solved by substitution. Two inverted blocks P and Q with X below P join
+    into one of twice the size, with -Q X P below P.
     """
     R: tl.constexpr = 2**LEVEL_SUBSTITUTED
     N: tl.constexpr = C // R
@@ -122,7 +122,7 @@ def _inverse(b_a, o_t, C: tl.constexpr, PRECISION: tl.constexpr):
     b_blocks = tl.sum(tl.where(m_same, tl.reshape(b_a, [N, R, N, R]), 0.0), 2)
     b_x = tl.where((o_r[:, None] == o_r[None, :])[None, :, :], 1.0, tl.zeros_like(b_blocks))
     for j in range(R - 1):
-        # Row j is done; every later row gives up its share of it.
+        # Row j is final; subtract its share from every later row.
         b_column = tl.sum(tl.where((o_r == j)[None, None, :], b_blocks, 0.0), 2)
         b_row = tl.sum(tl.where((o_r == j)[None, :, None], b_x, 0.0), 1)
         b_x -= b_column[:, :, None] * b_row[:, None, :]
@@ -135,7 +135,7 @@ def _inverse(b_a, o_t, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _join(b_inverse, b_a, o_t, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of blocks of 2^LEVEL to those of blocks twice as large, [C, C]."""
+    """From inverses of blocks of 2^LEVEL tokens to those of blocks twice as large, [C, C]."""
     m_below = ((o_t[:, None] >> LEVEL) ^ (o_t[None, :] >> LEVEL)) == 1
     b_right = tl.dot(tl.where(m_below, b_a, 0.0), b_inverse, input_precision=PRECISION)
     return b_inverse - tl.dot(b_inverse, b_right, input_precision=PRECISION)
@@ -143,7 +143,7 @@ def _join(b_inverse, b_a, o_t, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _program(p_table, num_tokens, chunks_each, H, C: tl.constexpr, LAYOUT: tl.constexpr):
-    """Number of this program's chunk and head; its first row of (B, T, H), tokens, mask, length."""
+    """Index of this program's chunk and head; its first row of (B, T, H), tokens, mask, length."""
     i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, length, _, _ = locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT)
     o_t = tl.arange(0, C)
@@ -156,9 +156,9 @@ def delta_prepare_kernel(
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A `Prepared` p_out from `Inputs` p_in, of one chunk and head.
+    """Fill `Prepared` p_out from `Inputs` p_in, for one chunk and head.
 
-    In the backward pass also p_local (N, H, C, D), pairs^T dy, from p_dy (B, T, H, D).
+    The backward pass also computes p_local (N, H, C, D), pairs^T dy, from p_dy (B, T, H, D).
     """
     i_ch, i_token, o_t, m_t, length = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
     o_k, o_row = tl.arange(0, BK), i_token + o_t * H
@@ -202,7 +202,7 @@ def delta_prepare_kernel(
         tl.store(p_out.u + i_ch * C * D + o_u, b_u.to(dtype), mask=m_d)
 
     if p_local is not None:
-        # [C, C] with the earlier token first, whose decays are sums along the other axis.
+        # [C, C], earlier token in rows; the decays are sums along the other axis.
         b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
         b_steps = tl.where(o_t[None, :] > o_t[:, None], b_decay[None, :], 0.0)
         b_turned = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
@@ -299,7 +299,7 @@ def _channel_sums(
         b_pairs = tl.dot(b_dy, tl.trans(b_u), b_pairs, input_precision=PRECISION)
         b_a = tl.dot(b_minus_x, tl.trans(b_u), b_a, input_precision=PRECISION)
         b_across += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-        # dU has no trace of a bad dy, so that X has none in later tokens.
+        # dU excludes a bad dy, so X carries none to later tokens.
         b_bad = tl.max(is_bad(b_dy).to(tl.int32), 1)
         b_spoilt = tl.cumsum(b_bad, 0, reverse=True) > 0
         b_x = tl.where(b_spoilt[:, None], float("nan"), b_x)
@@ -318,10 +318,10 @@ def delta_gradient_kernel(
 ):  # fmt: skip
     """Gradients of the inputs of one chunk and head.
 
-    That of log_decay at s is the sum over all paths from a token before s, or the state, to a token
-    at or after s, or the next state, of what each adds to the loss. p_in and p_gradients are
+    The gradient of log_decay at s sums the contributions to the loss of all paths from a token
+    before s, or the state, to a token at or after s, or the next state. p_in and p_gradients are
     `Inputs`; p_prepared is `Prepared`, p_walked `Walked`; p_dy (B, T, H, D); p_scratch (N, H, C, C)
-    is memory to turn a matrix in.
+    is scratch memory to transpose a matrix.
     """
     i_ch, i_token, o_t, m_t, _ = _program(p_table, num_tokens, chunks_each, H, C, LAYOUT)
     o_k, o_row = tl.arange(0, BK), i_token + o_t * H
@@ -341,7 +341,7 @@ def delta_gradient_kernel(
     b_q = tl.load(p_in.q + i_token * K + o_key, mask=m_key, other=0.0)
     b_k = tl.load(p_in.k + i_token * K + o_key, mask=m_key, other=0.0)
 
-    # What reads the state before the chunk, and what writes the one after it.
+    # Reads of the state before the chunk, and writes to the state after it.
     b_dk = b_write * b_out[:, None]
     b_write_state = tl.sum(b_k.to(tl.float32) * b_dk, 1)
     b_solved *= b_in[:, None]
@@ -362,8 +362,8 @@ def delta_gradient_kernel(
     b_low_pairs, b_low_a = b_dpairs.to(dtype), (b_da * b_beta[:, None]).to(dtype)
     b_dq = tl.dot(b_low_pairs, b_k, b_dq, input_precision=PRECISION)
     b_dk = tl.dot(b_low_a, b_k, b_dk, input_precision=PRECISION)
-    # Both turned, by way of memory that holds nothing else any more: Triton 3.4 to 3.7.0 multiply
-    # wrongly by a sum of products that is turned in registers, on Hopper.
+    # Both are transposed through scratch memory: on Hopper, Triton 3.4 to 3.7.0 multiply wrongly by
+    # a sum of products that is transposed in registers.
     p_pairs, p_a = p_scratch + i_ch * C * C, p_prepared.inverse + i_ch * C * C
     tl.debug_barrier()
     tl.store(p_pairs + o_t[:, None] * C + o_t[None, :], b_low_pairs)
@@ -374,7 +374,7 @@ def delta_gradient_kernel(
     b_turned = tl.load(p_a + o_t[None, :] * C + o_t[:, None])
     b_dk = tl.dot(b_turned, b_k, b_dk, input_precision=PRECISION)
 
-    # Paths that pass s: they begin in column j < s and end in row i >= s.
+    # Paths across s begin in column j < s and end in row i >= s.
     b_paths = tl.cumsum(b_paths, 0, reverse=True) + b_write_state[None, :]
     b_ddecay = tl.sum(tl.where(m_later, b_paths, 0.0), 1)
     b_ddecay += tl.cumsum(b_read_state, 0, reverse=True)

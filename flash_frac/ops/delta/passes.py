@@ -1,6 +1,6 @@
 """The gated delta rule over chunks in plain PyTorch, by the WY form, and its gradient.
 
-With S the state before a chunk of C tokens, and all sums those of log_decay,
+With S the state before a chunk of C tokens, and all sums over log_decay,
 
     decay[t, j] = exp(sum over j < p <= t),   t >= j
     (I + L) u   = beta v - beta exp(sum over p <= t) k S
@@ -10,8 +10,8 @@ With S the state before a chunk of C tokens, and all sums those of log_decay,
 with L[t, j] = beta[t] decay[t, j] k[t].k[j] for t > j, attention[t, j] = decay[t, j] q[t].k[j].
 
 Every exponent is a sum of log_decay between two tokens, never a difference of larger sums: a token
-that forgets everything (log_decay down to -inf) costs the others no digits. A token that is not
-finite is taken out first, and put into the results that depend on it, as in `scan/passes.py`.
+that forgets everything (log_decay down to -inf) costs the others no accuracy. A non-finite token is
+zeroed first, and then set to NaN in the results that depend on it, as in `scan/passes.py`.
 
 Letters: N chunks, G rows and heads of a batch, C tokens of a chunk, K key channels, D value
 channels, S sequences of a row (1, or all packed sequences).
@@ -37,7 +37,7 @@ from flash_frac.ops.scan.passes import (
 )
 from flash_frac.ops.scan.reference import expm1
 
-# Of an exported graph, which doubles as often for any length: 2^21 tokens.
+# Most chunks in an exported graph, whose number of doublings is fixed: 2^21 tokens.
 MOST_CHUNKS = 1 << 16
 
 
@@ -45,7 +45,7 @@ class Decays(NamedTuple):
     """Decays in chunks.
 
     between: (N, G, C, C), 0 above the diagonal; from_start, to_end: (N, G, C, 1); change:
-    (N, G, 1, 1), the decay over the chunk less 1, which keeps the digits of a slow one.
+    (N, G, 1, 1), the decay over the chunk minus 1, which keeps the digits of a slow decay.
     """
 
     between: Tensor
@@ -64,9 +64,9 @@ def _decays(log_decay: Tensor) -> Decays:
 def unit_triangular_inverse(matrix: Tensor) -> Tensor:
     """Inverse of I + matrix (..., C, C), strictly lower triangular, C a power of two, by doubling.
 
-    Two inverted blocks P and Q on the diagonal, and X below the first, make one of twice the size:
-    [[P, 0], [-Q X P, Q]]. Powers of the matrix would need fewer steps, but they grow without bound
-    where keys repeat, and cancel.
+    Two inverted blocks P and Q on the diagonal, with X below P, join into one of twice the size:
+    [[P, 0], [-Q X P, Q]]. Powers of the matrix would need fewer steps, but grow without bound and
+    cancel where keys repeat.
     """
     chunk, size = matrix.shape[-1], 1
     inverse = torch.ones_like(matrix.diagonal(dim1=-2, dim2=-1))[..., None, None]
@@ -82,7 +82,7 @@ def unit_triangular_inverse(matrix: Tensor) -> Tensor:
 
 
 class System(NamedTuple):
-    """What chunks do to states: u = inverse (values - reads S), S_next = S + change S + writes^T u.
+    """State updates of chunks: u = inverse (values - reads S), S_next = S + change S + writes^T u.
 
     inverse: (N, G, C, C); values: (N, G, C, D); reads, writes: (N, G, C, K); change: (N, G, 1, 1).
     """
@@ -97,7 +97,7 @@ class System(NamedTuple):
 def _pass_on(
     system: System, initial: Tensor, layout: Layout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u, the states before all chunks (N, G, K, D), and those after all sequences (S, G, K, D)."""
+    """u, the state before each chunk (N, G, K, D), and after each sequence (S, G, K, D)."""
     state, us, before, after = initial[0], [], [], []
     for n, (inverse, values, reads, writes, change) in enumerate(
         zip(*(x.unbind(0) for x in system), strict=True)
@@ -115,7 +115,7 @@ def _pass_on(
 def _taken_up(
     state: Tensor, given: Tensor, n: int, ends: Tensor | None, layout: Layout | None
 ) -> Tensor:
-    """The state, or what its sequence is given (S, G, K, D) if chunk n is one of its `ends`."""
+    """The state; if chunk n is in `ends`, the given state (S, G, K, D) of its sequence instead."""
     if ends is None or layout is None:
         return state
     sequence = layout.sequence[n : n + 1]
@@ -125,7 +125,7 @@ def _taken_up(
 def _pass_on_by_doubling(
     system: System, initial: Tensor, layout: Layout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_pass_on`, in one graph for all numbers of chunks: torch.export cannot follow a loop."""
+    """Like `_pass_on`, in one graph for any number of chunks: torch.export cannot trace a loop."""
     inverse, values, reads, writes, change = system
     num = values.shape[0]
     torch._check(num <= MOST_CHUNKS, lambda: "an exported graph scans at most 2^21 tokens")
@@ -135,7 +135,7 @@ def _pass_on_by_doubling(
     first = first_chunks(layout, reads.device)
     entering = transition.index_select(0, first) @ initial
     after = (solved @ values).index_add(0, first, entering)
-    # A sequence takes nothing from the one before.
+    # A sequence takes nothing from the previous one.
     transition = transition.index_fill(0, first, 0)
     index, shift = torch.arange(num, device=reads.device), 1
     while shift < MOST_CHUNKS:
@@ -149,7 +149,7 @@ def _pass_on_by_doubling(
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs again: keys is L without its beta, `before` the states."""
+    """Saved for the backward pass: keys is L without beta, `before` the states before chunks."""
 
     keys: Tensor
     attention: Tensor
@@ -167,7 +167,7 @@ def _forward(
     initial: Tensor,
     layout: Layout | None,
 ) -> tuple[Tensor, Tensor, Kept]:
-    """y, the states after all sequences, and what to keep."""
+    """y, the state after each sequence, and what to save for the backward pass."""
     between, from_start, to_end, change = _decays(log_decay)
     keys, attention = (k @ k.mT) * between.tril(-1), (q @ k.mT) * between
     inverse = unit_triangular_inverse(beta * keys)
@@ -185,7 +185,7 @@ def _pass_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of inverse^-1 u (N, G, C, D), of the states after chunks, and of the initial ones.
 
-    du, dbefore: those that u and the states before chunks have by y; both are overwritten.
+    du, dbefore: gradients of u and of the states before chunks through y; both are overwritten.
     """
     dsolved, dafter = torch.empty_like(du), torch.empty_like(dbefore)
     dstate = dfinal[0]
@@ -230,7 +230,7 @@ def _backward(
     dkeys = dkeys * keys
     dbeta = (dsolved * v).sum(-1) + (from_start * k * dreads).sum(-1) + dkeys.sum(-1)
 
-    # A sum over j < p <= t has its gradient at every p: pairs of tokens on both sides of p, from
+    # Every p in a sum over j < p <= t gets its gradient: pairs of tokens on both sides of p, from
     # the start to a token after p, from a token before p to the end, and from the start to the end.
     pairs = (dattention * attention + beta * dkeys).flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)
     dstart = (queries * dqueries + reads * dreads).sum(-1)
@@ -241,7 +241,7 @@ def _backward(
 
 
 def _clean(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Inputs of `_forward` without what would spoil others."""
+    """Inputs of `_forward` with the non-finite values zeroed that would affect other tokens."""
     q, k, v, beta, log_decay, initial = inputs
     log_decay = log_decay.nan_to_num(0, 0, -torch.inf)
     return finite(q), finite(k), finite(v), finite(beta), log_decay, finite(initial)
@@ -250,12 +250,12 @@ def _clean(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def isolated_forward(
     inputs: Sequence[Tensor], layout: Layout | None
 ) -> tuple[tuple[Tensor, Tensor], Kept]:
-    """y and the states after all sequences; what the backward pass needs."""
+    """y, the state after each sequence, and what the backward pass needs."""
     q, k, v, beta, log_decay, initial = inputs
-    # -inf is a decay like any other, +inf and NaN are not.
+    # -inf is a valid decay; +inf and NaN are not.
     bad = not_finite(k) | not_finite(v) | not_finite(beta) | not_finite(log_decay.clamp_min(0))
     after, bad_final = spoilt(bad[None], not_finite(initial.flatten(-2))[None], layout)
-    # A query spoils its own token alone.
+    # A bad query affects only its own token.
     bad_y = after[0] | not_finite(q)
     with without_autocast(v):
         y, final, kept = _forward(*_clean(inputs), layout=layout)
@@ -270,7 +270,7 @@ def isolated_backward(
     kept: Sequence[Tensor],
     layout: Layout | None,
 ) -> tuple[Tensor, ...]:
-    """A gradient or query that is not finite spoils the gradients of its sequence up to there."""
+    """Gradients; a non-finite dy or query makes those of its sequence up to that token NaN."""
     bad, bad_state = not_finite(dy) | not_finite(inputs[0]), not_finite(dfinal.flatten(-2))
     turned = None if layout is None else layout.reversed()
     # Backward in time, inside the chunks too.

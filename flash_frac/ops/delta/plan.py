@@ -1,7 +1,7 @@
-"""How a call of the delta rule's kernels is cut into programs, and with which launch parameters.
+"""Grids and launch parameters of the delta rule's kernels.
 
-The list of chunks is that of `ops/scan/plan.py`, with chunks of other sizes. Nothing is tuned at
-first use: `HOPPER`, `DEFAULT` and `FLOAT32` are all there is.
+The list of chunks is that of `ops/scan/plan.py`, with other chunk sizes. Nothing is tuned at first
+use: `HOPPER`, `DEFAULT` and `FLOAT32` are the only parameter sets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class DeltaTuning(NamedTuple):
     """Launch parameters of the delta rule.
 
     Attributes:
-        chunk: tokens of a chunk, a power of two from 16 on.
-        narrowest: key and value channels of a block are at least as many.
-        prepare, output, gradient: of the kernels that have a program for every chunk and head.
-        states, backward: of the walks forward and backward in time.
-        backward_programs: the walk backward has smaller blocks of value channels, down to 16, as
-            long as it has no more programs than this.
+        chunk: tokens per chunk, a power of two of at least 16.
+        narrowest: minimum of columns in a product: of key channels per block, and of value channels
+            except in the walks, where they are rows.
+        prepare, output, gradient: for the kernels with one program per chunk and head.
+        states, backward: for the walks forward and backward in time.
+        backward_programs: the backward walk shrinks its blocks of value channels, down to 16, while
+            it has no more programs than this.
     """
 
     chunk: int
@@ -46,19 +47,20 @@ class DeltaTuning(NamedTuple):
     backward_programs: int = 0
 
 
-# Hopper with 16-bit inputs: for each kernel the fastest of eight sets tried on an H200. Triton 3.6
-# reads past the shared memory of a product with 16 columns there.
+# Hopper with 16-bit inputs: the fastest of eight sets for each kernel, measured on an H200, except
+# that outputs took 0.139 instead of 0.151 ms with 32 channels. Triton 3.6 reads past the end of
+# shared memory there in a product of fewer than 64 columns, the left factor in registers.
 HOPPER = DeltaTuning(
     chunk=64,
     narrowest=64,
     prepare=Launch(channels=64, warps=4, stages=3),
-    output=Launch(channels=32, warps=4, stages=3),
+    output=Launch(channels=64, warps=4, stages=3),
     states=Launch(channels=32, warps=4, stages=3),
     backward=Launch(channels=32, warps=4, stages=3),
     gradient=Launch(channels=64, warps=8, stages=3),
     backward_programs=256,
 )
-# Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
+# Other GPUs with 16-bit inputs: fits into shared memory of any GPU since Ampere.
 DEFAULT = DeltaTuning(
     chunk=32,
     narrowest=16,
@@ -68,7 +70,7 @@ DEFAULT = DeltaTuning(
     backward=Launch(channels=32, warps=4, stages=2),
     gradient=Launch(channels=32, warps=4, stages=1),
 )
-# float32 multiplies in full precision, without tensor cores.
+# float32: products in full precision, without tensor cores.
 _FLOAT32_LAUNCH = Launch(channels=16, warps=8, stages=1)
 FLOAT32 = DeltaTuning(32, 16, *(_FLOAT32_LAUNCH,) * 5, backward_programs=0)
 
@@ -84,7 +86,7 @@ def tuning_for(dtype: torch.dtype, device: torch.device) -> DeltaTuning:
 
 
 class Plan(NamedTuple):
-    """What follows from the sizes of a call: its launch parameters, and options of its kernels."""
+    """Launch parameters and kernel options that follow from the sizes of a call."""
 
     tuning: DeltaTuning
     prepare: dict[str, Any]
@@ -98,18 +100,20 @@ class Plan(NamedTuple):
 def _plan(
     keys: int, channels: int, walks: int, layout: str, dtype: torch.dtype, device: torch.device
 ) -> Plan:
-    """For this many sequences times heads; cached, because Python takes as long as a launch."""
+    """For this many sequences times heads. Cached: computing it takes as long as a launch."""
     tuning = tuning_for(dtype, device)
     block = tuning.backward.channels
     while block > 16 and 2 * walks * ceil_div(channels, block) <= tuning.backward_programs:
         block //= 2
     tuning = tuning._replace(backward=tuning.backward._replace(channels=block))
 
-    def options(launch: Launch) -> dict[str, Any]:
+    wide = max(block_size(channels), tuning.narrowest)
+
+    def options(launch: Launch, least: int = tuning.narrowest) -> dict[str, Any]:
         return {
             "K": keys,
             "BK": max(block_size(keys), tuning.narrowest),
-            "BD": min(max(block_size(channels), tuning.narrowest), launch.channels),
+            "BD": max(min(wide, launch.channels), least),
             "C": tuning.chunk,
             "LAYOUT": layout,
             "PRECISION": precision(dtype),
@@ -117,7 +121,14 @@ def _plan(
             "num_stages": launch.stages,
         }
 
-    return Plan(tuning, *map(options, tuning[2:7]))
+    return Plan(
+        tuning,
+        prepare=options(tuning.prepare),
+        output=options(tuning.output),
+        states=options(tuning.states, 16),
+        backward=options(tuning.backward, 16),
+        gradient=options(tuning.gradient),
+    )
 
 
 def plan_for(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[ChunkList, Plan]:
@@ -130,11 +141,11 @@ def plan_for(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[ChunkList
 
 
 def walk_grid(num_sequences: int, v: Tensor, options: dict[str, Any]) -> tuple[int, int]:
-    """One program a sequence, block of value channels, and head."""
+    """One program per sequence, block of value channels, and head."""
     heads, channels = v.shape[2:]
     return num_sequences * ceil_div(channels, options["BD"]), heads
 
 
 def forget_plans() -> None:
-    """Plan again, after other launch parameters were chosen."""
+    """Clear cached plans, after a change of launch parameters."""
     _plan.cache_clear()

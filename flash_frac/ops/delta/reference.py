@@ -1,8 +1,8 @@
-"""The specification: the gated delta rule as a loop over tokens, in whatever precision comes in.
+"""The specification: the gated delta rule as a loop over tokens, in the precision of its inputs.
 
     decayed = a state,   state = decayed + beta k (v - decayed^T k)^T,   y = state^T q
 
-with a = exp(log_decay). The rest of this folder is measured against these two functions.
+with a = exp(log_decay). The rest of this folder is tested against these two functions.
 Letters: B batch, T time, H heads, K key channels, D value channels.
 """
 
@@ -45,7 +45,7 @@ def recurrent_delta(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "recurrent" of `delta_scan`: the same arguments."""
+    """Backend "recurrent" of `delta_scan`, with the same arguments."""
     if initial_state is None:
         initial_state = zero_state(v, k, cu_seqlens)
     if cu_seqlens is not None:

@@ -1,4 +1,4 @@
-"""One token of the delta rule in Triton: `delta_step`, and a step for decoding with all around it.
+"""One token of the delta rule in Triton: `delta_step`, and the fused decoding step of a layer.
 
 Letters: B batch, H heads, K key channels in a block BK, D value channels in blocks BD.
 """
@@ -16,16 +16,16 @@ from flash_frac.ops.arithmetic import block_size, ceil_div, decay_and_add, exp, 
 from flash_frac.ops.backends import operator, triton_refusal
 from flash_frac.ops.control.kernels import clamped_softplus
 
-# As in the layer: added to a squared length before its root.
+# As in the layer: added to a squared length before taking its root.
 _UNIT_EPS = tl.constexpr(1e-6)
-# Value channels of a program of `delta_step`: few, so that one sequence occupies many processors.
+# Value channels per program of `delta_step`: few, so one sequence occupies many multiprocessors.
 STEP_CHANNELS = 32
 # A program of the fused step holds all channels of a head, up to 128 x 256 numbers, in registers.
 FUSED_WARPS = 16
 
 
 class StepInputs(NamedTuple):
-    """Of `fused_delta_step`: qkv (B, 2 H K + H D), a, b (B, H), A_log, dt_bias (H,), mask (B,)."""
+    """For `fused_delta_step`: qkv (B, 2 H K + H D), a, b (B, H), A_log, dt_bias (H,), mask (B,)."""
 
     qkv: Tensor
     a: Tensor
@@ -82,16 +82,16 @@ def fused_delta_step_kernel(
     p_in, p_state, p_gate, p_weight, p_y, stride_qkv, stride_a, stride_b, stride_gate,
     scale, eps, H, D, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Units, controls, step, norm and gate, of one sequence and head with all its channels.
+    """Unit vectors, controls, step, norm and gate of one sequence and head, all channels.
 
     p_in `StepInputs`; p_state (B, H, K, D), overwritten; p_y (B, H, D); p_gate (B, H D) and
-    p_weight (D,), or None. Rows of qkv, a, b and gate may be apart.
+    p_weight (D,), or None. Rows of qkv, a, b and gate may be strided.
     """
     i_b, i_h = tl.program_id(1).to(tl.int64), tl.program_id(0)
     i_row = i_b * H + i_h
     o_k, o_d = tl.arange(0, BK), tl.arange(0, BD)
     m_k, m_d = o_k < K, o_d < D
-    # [BK, BD]; the state comes first, to be on its way during the rest.
+    # [BK, BD]; the state is loaded first, to overlap with the rest.
     o_state = (i_row * K + o_k)[:, None] * D + o_d
     m_state = m_k[:, None] & m_d[None, :]
     b_old = tl.load(p_state + o_state, mask=m_state, other=0.0)
@@ -121,7 +121,7 @@ def fused_delta_step_kernel(
 def triton_delta_step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Backend "triton" of `delta_step`: the same arguments."""
+    """Backend "triton" of `delta_step`, with the same arguments."""
     return delta_step_op(*(x.contiguous() for x in (q, k, v, beta, log_decay.float(), state)))
 
 
@@ -152,14 +152,14 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor, dnew: Tensor) -> tuple:
-    """Written in torch: a token at a time is how one decodes, not how one trains."""
+    """In plain torch, because single steps are for decoding, not for training."""
     q, k, v, beta, log_decay, state, new_state = ctx.saved_tensors
     q, wide_k, wide_v, wide_beta, wide_dy = (x.float() for x in (q, k, v, beta, dy))
     kept = log_decay.exp()[..., None, None]
     decayed = kept * state
     error = wide_v - (wide_k[..., None] * decayed).sum(-2)
     dnew = dnew + q[..., None] * wide_dy[..., None, :]
-    # Of beta error, which is what the key writes, and of the decayed state.
+    # Gradients of beta error, which the key writes, and of the decayed state.
     dwritten = (wide_k[..., None] * dnew).sum(-2)
     dv = wide_beta[..., None] * dwritten
     ddecayed = dnew - wide_k[..., None] * dv[..., None, :]
@@ -188,14 +188,14 @@ def fused_delta_step(
     norm_weight: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """One token of a delta layer between its convolution and o_proj; it has no gradient.
+    """One token of a delta layer between its convolution and o_proj. No gradient.
 
-    q and k are scaled to unit length, and q by K^-1/2; beta = sigmoid(b) and
+    q and k are scaled to unit length, then q by K^-1/2. beta = sigmoid(b) and
     log_decay = -exp(A_log) softplus(a + dt_bias).
 
     Args:
         qkv: (B, 2 H K + H D) queries, keys and values after the convolution, joined in this order.
-        a, b: (B, H) logits; A_log, dt_bias: (H,). Rows of qkv, a, b and gate may be apart.
+        a, b: (B, H) logits; A_log, dt_bias: (H,). Rows of qkv, a, b and gate may be strided.
         state: (B, H, K, D) float32, contiguous; overwritten.
         mask: (B,), 0 at padding, which leaves the state as it is.
         gate: (B, H D), and norm_weight: (D,), with its eps; None for y alone.

@@ -1,9 +1,9 @@
 """The Triton backend of `delta_scan`: operators of torch.library and the launches behind them.
 
-Forward: what needs no state, chunk by chunk, then states by a walk along the chunks, then outputs
-chunk by chunk. Backward: the first two again, a walk backward in time, then the gradients chunk by
-chunk. Nothing but the inputs is kept between the two. Kernels are in `kernels.py` and `walk.py`;
-`step.py` has one token.
+Forward: per chunk whatever needs no state, then the states by a walk along the chunks, then outputs
+per chunk. Backward: the first two again, a walk backward in time, then gradients per chunk. Only
+the inputs are saved between the two. Kernels are in `kernels.py` and `walk.py`; `step.py` has
+single steps.
 Letters: B batch, T time, H heads, K key channels, D value channels, Q sequences.
 """
 
@@ -41,7 +41,7 @@ def triton_delta(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "triton" of `delta_scan`: the same arguments."""
+    """Backend "triton" of `delta_scan`, with the same arguments."""
     if v.numel() == 0:
         state = zero_state(v, k, cu_seqlens) if initial_state is None else initial_state
         return torch.zeros_like(v), state
@@ -60,7 +60,7 @@ def delta_op(
     initial: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """y like v and the final state, from contiguous inputs; without an initial state from zeros."""
+    """y like v and the final state, from contiguous inputs; starts from zeros by default."""
     inputs = Inputs(q, k, v, beta, log_decay)
     chunks, plan = plan_for(k, v, cu_seqlens)
     y, final = torch.empty_like(v), v.new_empty(_state_shape(k, v, cu_seqlens), dtype=torch.float32)
@@ -93,9 +93,9 @@ def delta_backward_op(
     initial: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, log_decay and the initial state, empty if there is none.
+    """Gradients of q, k, v, beta, log_decay and the initial state (empty if there is none).
 
-    Without dfinal, nothing depends on the final state.
+    dfinal is None if nothing depends on the final state.
     """
     inputs = Inputs(q, k, v, beta, log_decay)
     chunks, plan = plan_for(k, v, cu_seqlens)
@@ -132,7 +132,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple:
-    # Unpacked once: a checkpoint recomputes what is saved, and frees it as soon as it is read.
+    # Unpacked once: activation checkpointing recomputes saved tensors, and frees them once read.
     saved = ctx.saved_tensors
     v, initial = saved[2], saved[5]
     dy = torch.zeros_like(v) if dy is None else dy.contiguous()
@@ -145,10 +145,10 @@ delta_op.register_autograd(_gradients, setup_context=_save)
 
 
 def _count_flops(q_shape: Any, v_shape: Any, keys: int, values: int, both: int) -> int:
-    """Of products of a token with its chunk, for its keys and values, and with its state.
+    """FLOPs of the products of tokens with their chunk and with the state.
 
-    keys, values: how often the C tokens of a chunk meet K and D channels; both: how often K meets
-    D. C is 64, which also stands for the inverse of a chunk.
+    keys, values: number of products of C tokens with K and with D channels; both: of K with D. C is
+    64, which also accounts for the inverse of a chunk.
     """
     *tokens, num_keys = q_shape
     chunk, num_values = 64, v_shape[-1]
@@ -164,8 +164,8 @@ def _(q_shape, k_shape, v_shape, *rest, **options):
 
 @delta_backward_op.register_flops
 def _(dy_shape, dfinal_shape, q_shape, k_shape, v_shape, *rest, **options):
-    # k k^T and q k^T twice, w, and four for dq and dk; u, pairs^T dy, X, dy U^T and X U^T; two of
-    # the walk, three of the walk backward, and dy S^T, U dS^T and X S^T.
+    # k k^T and q k^T twice, w, and four for dq and dk; u, pairs^T dy, X, dy U^T and X U^T; two in
+    # the walk, three in the backward walk, and dy S^T, U dS^T and X S^T.
     return _count_flops(q_shape, v_shape, 9, 5, 8)
 
 
@@ -182,7 +182,7 @@ def _prepare(
     dy: Tensor | None = None,
     local: Tensor | None = None,
 ) -> Prepared:
-    """What needs no state; in the backward pass, with dy, also T, and pairs^T dy in `local`."""
+    """Results that need no state; with dy (backward) also T, and pairs^T dy in `local`."""
     k, v = inputs.k, inputs.v
     heads, keys = k.shape[2:]
     shape = (chunks.num_chunks, heads, chunks.size)
@@ -208,6 +208,6 @@ def _empty_walk(k: Tensor, v: Tensor, chunks: ChunkList) -> tuple[Tensor, Tensor
 
 
 def _walk_arguments(v: Tensor, chunks: ChunkList, cu_seqlens: Tensor | None) -> tuple:
-    """What both walks take after their tensors."""
+    """Arguments of both walks after their tensors."""
     bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
     return bounds, chunks.starts, chunks.num_tokens, chunks.chunks_each, *v.shape[2:]

@@ -4,9 +4,9 @@
     delta_walk_backward_kernel   dU = pairs^T dy + out k dS,
                                  dS <- exp(total) dS + (in q)^T dy - w^T dU, backward in time
 
-A program owns one sequence, head and block of value channels. The state is turned, [BD, BK]: it is
-the left factor of its products, and stays in registers from one to the next. w, u, pairs^T dy, in,
-out and total are those of `kernels.py`.
+A program owns one sequence, head and block of value channels. The state is transposed, [BD, BK]: as
+the left factor of its products it stays in registers between them. `kernels.py` defines w, u,
+pairs^T dy, in, out and total.
 
 Letters: Q sequences, N chunks of C tokens, H heads, K key channels in a block BK, D value channels
 in blocks BD. i_ch numbers chunk and head together.
@@ -20,7 +20,7 @@ import triton.language as tl
 from flash_frac.ops.arithmetic import decay_and_add
 from flash_frac.ops.delta.kernels import finite, is_bad
 
-# Integers that differ from call to call: a kernel compiled for each value would be compiled often.
+# Integers that differ from call to call; specialising on them would recompile the kernel often.
 VARIES = ("num_tokens", "chunks_each")
 
 
@@ -41,7 +41,7 @@ def _sequence(
 
 @triton.jit
 def _tokens_left(length, i, C: tl.constexpr, LAYOUT: tl.constexpr):
-    """Tokens of chunk i of a sequence; known when the kernel is compiled if all are whole."""
+    """Number of tokens in chunk i of a sequence; a compile-time constant if all are full."""
     return C if LAYOUT == "whole" else tl.minimum(length - i * C, C)
 
 
@@ -49,7 +49,7 @@ def _tokens_left(length, i, C: tl.constexpr, LAYOUT: tl.constexpr):
 def _program(D, H, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
     """Sequence, head, tokens, keys and channels; offsets [BD, BK] of a (Q, H, K, D) state; masks.
 
-    Channels are the fast axis of the grid: programs side by side read the same keys.
+    Channels are the fast axis of the grid: neighbouring programs read the same keys.
     """
     num_blocks = tl.cdiv(D, BD)
     i_sequence, i_h = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -62,13 +62,13 @@ def _program(D, H, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.co
 
 @triton.jit
 def _begin_sum(b_state, total, PRECISION: tl.constexpr):
-    """What products are added to, [BD, BK]: the decayed state, or zeros in full precision."""
+    """Initial accumulator [BD, BK]: the decayed state, or zeros in full precision."""
     return tl.zeros_like(b_state) if PRECISION == "ieee" else b_state * tl.exp(total)
 
 
 @triton.jit
 def _end_sum(b_state, total, b_sum, PRECISION: tl.constexpr):
-    """The new state [BD, BK]; in full precision with one rounding as large as the state."""
+    """The new state [BD, BK]; full precision rounds once at the state's magnitude."""
     return decay_and_add(b_state, total, b_sum) if PRECISION == "ieee" else b_sum
 
 
@@ -82,8 +82,8 @@ def delta_walk_kernel(
     """U and the states before chunks of `Walked` p_walked, and the final state.
 
     p_in `Inputs`; p_prepared `Prepared`; p_initial, p_final (Q, H, K, D) or None; p_bounds
-    (Q + 1,), p_starts (Q,) of packed sequences. Outputs are left to a kernel that need not wait for
-    the chunk before: here every product prolongs the walk.
+    (Q + 1,), p_starts (Q,) of packed sequences. Another kernel computes outputs, for all chunks in
+    parallel: here every product prolongs the walk.
     """
     i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
     first, count, row, length = _sequence(
@@ -132,8 +132,8 @@ def delta_walk_backward_kernel(
     """dU, which replaces pairs^T dy, the gradients of the states after chunks, and dinitial.
 
     p_in `Inputs`; p_prepared `Prepared`; p_walked `Walked`; p_dy (B, T, H, D); p_dfinal (or None),
-    p_dinitial (Q, H, K, D); p_bounds (Q + 1,), p_starts (Q,) of packed sequences. A bad dy is left
-    out of dU, and spoils the states of its channel.
+    p_dinitial (Q, H, K, D); p_bounds (Q + 1,), p_starts (Q,) of packed sequences. A bad dy is
+    excluded from dU, and makes the states of its channel NaN.
     """
     i_sequence, i_h, o_t, o_k, o_d, m_k, m_d, o_state, m_state = _program(D, H, K, BK, BD, C)
     first, count, row, length = _sequence(

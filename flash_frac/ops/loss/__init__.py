@@ -1,1 +1,1 @@
-"""The head and its loss, without the logits of all tokens in memory."""
+"""LM head and cross-entropy, without the logits of all tokens in memory."""

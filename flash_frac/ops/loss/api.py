@@ -1,14 +1,14 @@
-"""The head and its loss without the logits of all tokens in memory.
+"""LM head and cross-entropy without the logits of all tokens in memory.
 
-For chunks of tokens, logits = hidden weight^T are formed, turned into the loss and its gradient,
+Chunk by chunk of tokens, logits = hidden weight^T become the loss and its gradient,
 
     loss = logsumexp(logits) - logits[label],      dlogits = softmax(logits) - onehot(label),
 
-and dlogits at once into the gradients of hidden and weight, which the backward only scales. The
-products are torch's. Between them, backend "triton" has one kernel, which writes dlogits over the
-logits: beside the gradients it holds one chunk of logits, 262 MB for 4096 tokens and V = 32000 in
-bfloat16. Plain torch holds it in float32 as well. The gradient of the weight is summed over chunks
-in float32, 4 V E bytes, and as many for the part of a chunk.
+and dlogits immediately become the gradients of hidden and weight; the backward pass only scales
+them. The matrix products are torch's. Between them, backend "triton" runs one kernel that writes
+dlogits over the logits. Besides the gradients it holds one chunk of logits: 262 MB for 4096 tokens
+and V = 32000 in bfloat16. Plain torch also holds the chunk in float32. The gradient of the weight
+is summed over chunks in float32: 4 V E bytes, and as many again for one chunk's share.
 Letters: N tokens, E width, V vocabulary.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flash_frac.ops.backends import choose
 
-# Tokens that have logits at a time, unless the caller says otherwise.
+# Default number of tokens whose logits are in memory at a time.
 CHUNK_TOKENS = 4096
 
 
@@ -38,13 +38,13 @@ def linear_cross_entropy(
     """F.cross_entropy(hidden @ weight.T, labels), with the loss and its sums in float32.
 
     Args:
-        hidden: (..., E); in an autocast region products are computed in its dtype, else in this.
-        weight: (V, E), of the same dtype as hidden, except in an autocast region.
-        labels: (...) token ids, ignore_index where nothing is to be predicted; not shifted here.
-        reduction: "mean" over the labels that count (NaN if none does), or "sum".
-        num_items: divides the sum in place of the number of labels that count, as when a batch is
-            spread over several calls or devices.
-        chunk_tokens: how many tokens have logits at a time; None for 4096.
+        hidden: (..., E). Products use its dtype, or the autocast dtype inside autocast.
+        weight: (V, E), in the dtype of hidden, except inside autocast.
+        labels: (...) token ids, or ignore_index for no prediction. They are not shifted here.
+        reduction: "mean" over the labels that are not ignored (NaN if all are), or "sum".
+        num_items: divides the sum instead of the number of labels that are not ignored, for a
+            batch that is spread over several calls or devices.
+        chunk_tokens: number of tokens whose logits are in memory at a time; None for 4096.
         backend: as in `frac_scan`.
 
     Returns:
@@ -60,7 +60,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     elif weight.dtype != dtype:
         raise ValueError(f"weight must have the dtype of hidden, {dtype}, got {weight.dtype}")
-    # The kernel reads what the products give; of an empty batch there is nothing to read.
+    # The kernel reads the product's result, and an empty batch has none.
     example = hidden.new_empty(min(1, hidden.numel()), dtype=dtype)
     summed = choose("loss", backend, example)
     total = summed(
@@ -71,7 +71,7 @@ def linear_cross_entropy(
     if num_items is not None:
         return total / num_items
     count = (labels != ignore_index).sum()
-    # As in F.cross_entropy, no label gives NaN, and gradients that are 0.
+    # As in F.cross_entropy, a batch without labels gives NaN, and gradients of 0.
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
 
@@ -106,7 +106,7 @@ def torch_loss(*arguments: Any) -> Tensor:
 
 
 def triton_loss(*arguments: Any) -> Tensor:
-    """The same with a kernel between the products."""
+    """Like `torch_loss`, with a kernel between the products."""
     return _loss(*arguments, fused=True)
 
 
@@ -146,7 +146,7 @@ def _summed_loss(
     need_weight: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients by hidden (N, E) and weight (V, E), or empty."""
+    """The sum of the losses, and its gradients for hidden (N, E) and weight (V, E), or empty."""
     wide = torch.promote_types(dtype, torch.float32)
     matrix = weight.to(dtype)
     chunk_loss = _fused_chunk_loss if fused else _chunk_loss
@@ -174,9 +174,9 @@ def _chunk_loss(
     dx: Tensor | None,
     dweight: Tensor | None,
 ) -> Tensor:
-    """The sum of the losses of a chunk; its gradients go into dx, and are added to dweight.
+    """The sum of a chunk's losses; writes its gradient to dx and adds the other to dweight.
 
-    A function of its own, so that the logits of a chunk are gone before those of the next are made.
+    A separate function, so that the logits of a chunk are freed before the next ones are allocated.
     """
     label = labels[:, None]
     ignored = label == ignore_index
@@ -185,10 +185,10 @@ def _chunk_loss(
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(x.dtype, torch.float32))
     log_p_label = log_p.gather(1, label)
     if dx is not None or dweight is not None:
-        # dlogits takes the memory of the logits; at the label, p - 1 without cancellation.
+        # dlogits reuses the memory of the logits; at the label, p - 1 without cancellation.
         dlogits = torch.exp(log_p, out=logits)
         dlogits.scatter_(1, label, torch.expm1(log_p_label).to(x.dtype))
-        # Ignored tokens leave by the narrow side of the products.
+        # Ignored tokens are zeroed in tensors of width E, which is less work than width V.
         if dx is not None:
             torch.mm(dlogits, matrix, out=dx).masked_fill_(ignored, 0)
         if dweight is not None:
@@ -212,20 +212,20 @@ def _fused_chunk_loss(
     if dx is not None:
         torch.mm(logits, matrix, out=dx)
     if dweight is not None:
-        # A gradient of 0 does not silence an ignored token that is not finite.
+        # An ignored token that is not finite would survive a gradient of 0: 0 times inf is NaN.
         _add_product(dweight, logits, x.masked_fill((labels == ignore_index)[:, None], 0))
     return losses.sum()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left^T right, in the dtype of total, which may be wider than that of the factors."""
+    """total += left^T right, in the dtype of total, which may be wider than the factors'."""
     if total.dtype == left.dtype:
         total.addmm_(left.T, right)
     elif left.is_cuda:
-        # Not addmm, which only newer versions of torch let sum into a wider dtype.
+        # Not addmm: only newer versions of torch let it accumulate into a wider dtype.
         total += torch.mm(left.T, right, out_dtype=total.dtype)
     else:
-        # Only CUDA multiplies into a wider dtype.
+        # Only CUDA can write a product in a wider dtype.
         total.addmm_(left.T.to(total.dtype), right.to(total.dtype))
 
 
@@ -246,9 +246,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiable(ctx, dtotal):
-    """The gradients with a graph of their own, which `create_graph=True` asks for: all logits."""
+    """Differentiable gradients, for `create_graph=True`; needs the logits of all tokens."""
     *_, hidden, weight, labels = ctx.saved_tensors
-    # Views, because hidden may come from the weight, which embeds tokens too.
+    # Views, because hidden may depend on the weight if embeddings are tied.
     hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
     logits = hidden.to(ctx.dtype) @ weight.to(ctx.dtype).T
     wide = logits.to(torch.promote_types(ctx.dtype, torch.float32))
@@ -265,7 +265,7 @@ def _gradients(ctx, dtotal, *unused):
     def scaled(gradient, dtype):
         if dtype is None or dtotal is None:
             return None
-        # With an axis, the scale is not cast to the dtype of the gradient: one rounding, the last.
+        # A scale with an axis is not cast to the gradient's dtype, so only the result is rounded.
         return torch.mul(gradient, dtotal[None], out=torch.empty_like(gradient, dtype=dtype))
 
     gradients = map(scaled, ctx.saved_tensors[:2], ctx.dtypes)

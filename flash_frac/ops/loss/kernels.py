@@ -1,8 +1,8 @@
-"""The kernel of the loss: from logits to losses and, in the memory of the logits, their gradient.
+"""The loss kernel: from logits to losses, optionally overwriting the logits by their gradient.
 
     loss = logsumexp(logits) - logits[label],      dlogits = softmax(logits) - onehot(label)
 
-A program reads a row twice, the second time from the cache, and writes it once.
+A program reads a row twice, the second time from cache, and writes it once.
 Letters: N tokens, V vocabulary in blocks BV.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_frac.ops.arithmetic import block_size, expm1, log, power
 
-# Elements of a block, and threads for it.
+# Elements per block, and its warps.
 BLOCK, WARPS = 4096, 8
 
 
@@ -27,12 +27,12 @@ def cross_entropy_kernel(
     """Losses p_losses (N,) float32 of p_logits (N, V) and p_labels (N,), whose gradient replaces
     the logits if GRADIENT.
 
-    Both are 0 at ignored labels. Of a label outside the vocabulary both are NaN.
+    Both are 0 at ignored labels, and NaN for a label outside the vocabulary.
     """
     i_row = tl.program_id(0).to(tl.int64)
     p_row, o_v = p_logits + i_row * V, tl.arange(0, BV)
     label = tl.load(p_labels + i_row)
-    # [BV]. The start is finite, so that no difference of two infinities makes a NaN.
+    # [BV]. The initial value is finite, so that no difference of two infinities gives NaN.
     b_max, b_sum = tl.full([BV], -3e38, tl.float32), tl.zeros([BV], tl.float32)
     for start in range(0, V, BV):
         o = start + o_v
@@ -41,7 +41,7 @@ def cross_entropy_kernel(
         b_sum = b_sum * power(b_max - b_new, EXACT) + power(b_x - b_new, EXACT)
         b_max = b_new
     largest = tl.max(b_max, 0)
-    # Kept apart from the largest logit, so that a sure token keeps the digits of its small loss.
+    # Not added to the largest logit, so that the small loss of a confident token keeps its digits.
     rest = log(tl.sum(b_sum * power(b_max - largest, EXACT), 0))
     is_inside = (label >= 0) & (label < V)
     at_label = tl.load(p_row + label, mask=is_inside, other=float("nan")).to(tl.float32)
@@ -62,8 +62,8 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: bool) -> Tensor:
-    """Losses (N,) float32 of logits (N, V) and labels (N,); with `gradient`, in place of the logits
-    then is the gradient of their sum."""
+    """Losses (N,) float32 of logits (N, V) and labels (N,); with `gradient`, the gradient of their
+    sum overwrites the logits."""
     losses = logits.new_empty(labels.shape, dtype=torch.float32)
     num_tokens, size = logits.shape
     with torch.cuda.device_of(logits):

@@ -1,1 +1,1 @@
-"""Root-mean-square norms, plain and after a gate."""
+"""RMS norms, plain and after a gate."""

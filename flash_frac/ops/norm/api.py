@@ -1,9 +1,9 @@
-"""Root-mean-square norms, plain and after a gate, on any backend.
+"""RMS norms, plain and after a gate, on any backend.
 
     y = z / sqrt(mean(z^2) + eps) weight,       z = x   or   (x + D u) silu(gate + gate_bias)
 
-Letters: B batch, T time, E width, H heads, D head channels, I = H D inner width. Here D in a shape
-is the channels of a head, and `D` the skip of the paper.
+Letters: B batch, T time, E width, H heads, D head channels, I = H D inner width. In a shape D is
+the number of head channels; in the formula it is the paper's skip weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def norm(
     """RMSNorm(x) (..., E) with weight (E,).
 
     Args:
-        dtype: of the result; that of x if None. The sums are float32 or wider anyway.
+        dtype: of the result; that of x if None. Sums are always float32 or wider.
         backend: as in `frac_scan`; "triton" takes rows up to 8,192 wide.
     """
     _check("x", x, weight)

@@ -1,10 +1,10 @@
-"""Kernels of the root-mean-square norms, plain or after a gate.
+"""Kernels of the RMS norms, plain or after a gate.
 
     y = z / sqrt(mean(z^2) + eps) weight,    z = x   or   (x + skip u) silu(gate + gate_bias)
 
-Statistics are float32. Programs are as many as the machine runs at once and take BR rows of a
-block BN at a time, so that weights stay in registers. Backward, each leaves its part of the
-gradients of weight and skip, which torch sums: no atomics, hence deterministic.
+Statistics are float32. As many programs are launched as the GPU runs at once; each takes BR rows of
+a block BN at a time, so weights stay in registers. In the backward pass each writes its partial sum
+of the gradients of weight and skip, and torch adds them: no atomics, hence deterministic.
 Letters: R rows, E their width ("size"), G programs.
 """
 
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Differs from call to call: a kernel compiled for each value would be compiled often.
+# Differs from call to call; specialising on it would recompile the kernel often.
 VARIES = ("num_rows",)
 
 
 class GatedInputs(NamedTuple):
-    """What the gated norm reads: x, u (R, E) contiguous, gate (R, E) with rows stride_gate apart.
+    """Inputs of the gated norm: x, u (R, E) contiguous, gate (R, E) with rows stride_gate apart.
 
     weight and skip (E,); u and skip are None if there is no direct term.
     """
@@ -97,7 +97,7 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     p_dy, p_x, p_weight, p_dx, p_dweight, num_rows, size, eps, BR: tl.constexpr, BN: tl.constexpr
 ):
-    """dx by `norm_gradient`, and a part of dweight = sum dy x / rms(x).
+    """dx by `norm_gradient`, and a partial sum of dweight = sum dy x / rms(x).
 
     p_dy, p_x, p_dx (R, E); p_weight (E,); p_dweight (G, E).
     """
@@ -147,7 +147,7 @@ def gated_norm_backward_kernel(
 ):  # fmt: skip
     """With z = (x + skip u) silu(gate): dx = dz silu, dgate = dz (x + skip u) silu', du = dx skip.
 
-    p_in `GatedInputs`; p_dy (R, E); p_din `GatedGradients`, with parts of dweight and dskip.
+    p_in `GatedInputs`; p_dy (R, E); p_din `GatedGradients`, with partial dweight and dskip.
     """
     o_n = tl.arange(0, BN)
     m_n = o_n < size

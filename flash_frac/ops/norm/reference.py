@@ -1,8 +1,8 @@
-"""Root-mean-square norms in plain PyTorch, with statistics in float32 (float64 stays).
+"""RMS norms in plain PyTorch, with statistics in float32 (float64 for float64 inputs).
 
     y = z / sqrt(mean(z^2) + eps) weight,       z = x   or   (x + D u) silu(gate + gate_bias)
 
-Letters: the last axis is normalised; weight has its size.
+The last axis is normalised; weight has its size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def torch_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Plain-torch form of `norm`: the same arguments."""
+    """Plain-torch form of `norm`, with the same arguments."""
     return rms_norm(x, weight, eps).to(dtype)
 
 
@@ -31,7 +31,7 @@ def torch_gated_norm(
     gate_bias: float,
     skip: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Plain-torch form of `gated_norm`: the same arguments."""
+    """Plain-torch form of `gated_norm`, with the same arguments."""
     x = (x if skip is None else x + skip[0] * skip[1]).flatten(-2)
     dtype = torch.promote_types(gate.dtype, torch.float32)
     gated = x.to(dtype) * F.silu(gate.to(dtype) + gate_bias)

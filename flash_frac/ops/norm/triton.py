@@ -3,6 +3,7 @@
 Letters: E width of a row, B batch, T time, H heads, D head channels, I = H D inner width.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from flash_frac.ops.norm.kernels import (
 
 
 class Tile(NamedTuple):
-    """How rows are cut: elements of a block, at least, and elements of it that a thread holds.
+    """How rows are tiled: minimum elements of a block, and elements per thread.
 
-    warps: how many a multiprocessor is to run at once.
+    warps: number of warps that a multiprocessor should run at once.
     """
 
     block: int
@@ -31,18 +32,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-# The forward kernels have registers to spare; the gradient of the gated norm fills them with half
-# of the warps.
+# The forward kernels have registers to spare; the gradient of the gated norm uses all of them with
+# half of the warps.
 FORWARD = Tile(block=4096, per_thread=32, warps=32)
 BACKWARD = Tile(block=2048, per_thread=8, warps=32)
 GATED_BACKWARD = Tile(block=2048, per_thread=8, warps=16)
 MOST_WARPS = 16
-# Programs where there are no multiprocessors, in the interpreter.
+# Number of programs in the interpreter, which has no multiprocessors.
 INTERPRETED_PROGRAMS = 3
 
 
 def triton_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Backend "triton" of `norm`: the same arguments."""
+    """Backend "triton" of `norm`, with the same arguments."""
     return norm_op(x.contiguous(), weight.contiguous(), eps, dtype)
 
 
@@ -54,7 +55,7 @@ def triton_gated_norm(
     gate_bias: float,
     skip: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Backend "triton" of `gated_norm`: the same arguments."""
+    """Backend "triton" of `gated_norm`, with the same arguments."""
     d, u = (
         (None, None) if skip is None else (x.contiguous() for x in (skip[0], skip[1].flatten(-2)))
     )
@@ -64,15 +65,22 @@ def triton_gated_norm(
 
 
 def _launch(x: Tensor, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
-    """The grid, and sizes and launch options, for the rows of x."""
+    """Grid, block sizes and launch options for the rows of x."""
     size = x.shape[-1]
+    return _plan(x.numel() // size, size, tile, x.device)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    num_rows: int, size: int, tile: Tile, device: torch.device
+) -> tuple[tuple[int], dict[str, int]]:
+    """Cached, because computing it in Python takes as long as a launch."""
     width = block_size(size, smallest=1)
     rows = max(1, tile.block // width)
     num_warps = min(max(1, rows * width // (32 * tile.per_thread)), MOST_WARPS)
-    num_rows = x.numel() // size
     num_blocks = ceil_div(num_rows, rows)
-    if x.is_cuda:
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
         at_once = processors * max(1, tile.warps // num_warps)
     else:
         at_once = INTERPRETED_PROGRAMS
@@ -82,7 +90,7 @@ def _launch(x: Tensor, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
 
 @operator("rms_norm")
 def norm_op(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """y like x, of this dtype. All contiguous."""
+    """y like x, in this dtype. All tensors are contiguous."""
     y = torch.empty_like(x, dtype=dtype)
     grid, options = _launch(x, FORWARD)
     with torch.cuda.device_of(x):
@@ -133,7 +141,7 @@ def gated_norm_op(
     eps: float,
     gate_bias: float,
 ) -> Tensor:
-    """y in the dtype of gate, whose rows may be apart; the rest is contiguous."""
+    """y in the dtype of gate. Rows of gate may be strided; the rest is contiguous."""
     y = torch.empty_like(x, dtype=gate.dtype)
     stride_gate = row_stride(gate)
     grid, options = _launch(x, FORWARD)
@@ -161,7 +169,7 @@ def gated_norm_backward_op(
     eps: float,
     gate_bias: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate (contiguous), weight, skip and u; those of what is None are empty."""
+    """Gradients of x, gate (contiguous), weight, skip and u; empty for inputs that are None."""
     grid, options = _launch(x, GATED_BACKWARD)
     partial = (*grid, x.shape[-1])
     gradients = GatedGradients(

@@ -1,1 +1,1 @@
-"""The next token of each sequence, chosen by settings of its own."""
+"""Sample the next token of each sequence; every sequence has its own settings."""

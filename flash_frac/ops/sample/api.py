@@ -1,4 +1,4 @@
-"""The next token of each sequence, chosen by settings of its own, on any backend.
+"""Sample the next token of each sequence, with its own settings, on any backend.
 
 Letters: B batch, V vocabulary.
 """
@@ -15,17 +15,17 @@ from flash_frac.ops.sample.reference import WIDTH
 def sample(
     logits: Tensor, table: Tensor, seen: Tensor, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) int64, and their log-probabilities (B,) float32 in the softmax of the logits.
+    """Tokens (B,) int64, and their log-probabilities (B,) float32 under the softmax of the logits.
 
-    Repetition penalty, temperature, top-k, top-p and min-p, in this order, as in `generate` of
-    Hugging Face; a temperature of 0 takes the most likely token, the first of equal ones. Filters
+    Applies repetition penalty, temperature, top-k, top-p and min-p in this order, like Hugging
+    Face `generate`. Temperature 0 takes the most likely token, the first of equal ones. Filters
     keep or drop tokens of equal logits together. A row without a distribution (NaN or +inf
-    anywhere, or nothing but -inf) gets the token -1 and NaN, and marks nothing.
+    anywhere, or only -inf) gets token -1 and log-probability NaN, and `seen` is unchanged.
 
     Args:
         logits: (B, V), float32 or narrower.
-        table: (B, 10) int32, contiguous; columns as in `reference.fields`. Counts up `drawn`.
-        seen: (B, V) bool, tokens that the penalty applies to. The chosen ones are marked in it.
+        table: (B, 10) int32, contiguous; columns as in `reference.fields`. Increments `drawn`.
+        seen: (B, V) bool, the tokens to penalise. Chosen tokens are marked in it.
         backend: as in `frac_scan`.
 
     Example:

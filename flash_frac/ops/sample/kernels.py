@@ -1,14 +1,14 @@
-"""Kernels that choose a token of each row by settings of its own, without a sort.
+"""Kernels that sample a token of each row, with its own settings and without a sort.
 
-    part_kernel       of every part of a row: the largest logits and the sum of their exponentials
-    threshold_kernel  of every row: the largest logit, the log of the sum, the lowest logit to draw
-    draw_kernel       of every part: the largest logit / temperature + noise that may be drawn
-    finish_kernel     of every row: its token and log-probability
+    part_kernel       per part of a row: the largest logits and the sum of their exponentials
+    threshold_kernel  per row: the largest logit, the log of the sum, the lowest logit to draw
+    draw_kernel       per part: the largest logit / temperature + noise that may be drawn
+    finish_kernel     per row: its token and log-probability
 
-What the settings of a row do not ask for is skipped, because all rows share the launches. Every
-filter keeps the largest logits, so that one threshold does the work of all. It is found by
-narrowing a span of values, several pivots at a time: those that are large enough, and those that
-are not, move its ends to logits of the row, until they meet.
+All rows share the launches, and a program skips what the settings of its row do not need. Every
+filter keeps the largest logits, so one threshold replaces them all. A search finds it by narrowing
+a range of values, several pivots at a time: each pass moves the ends of the range to logits of the
+row, until they meet.
 Letters: B batch, V vocabulary, N parts of a row.
 """
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from flash_frac.ops.arithmetic import exp, log
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# Logits that are further below the largest one, in temperatures, have no part in a share.
+# Logits further below the largest one than this, divided by the temperature, have no weight.
 FARTHEST = tl.constexpr(40.0)
 
 
 class Scratch(NamedTuple):
-    """What the kernels leave for each other.
+    """Intermediate results that the kernels pass to each other.
 
     Attributes:
         parts: (B, 4, N) float32: the largest logit, the sum of exp(logit - largest), the largest
@@ -56,7 +56,7 @@ def penalised(p_logits, p_seen, o_v, m_v, b_penalty):
 
 @triton.jit
 def first_largest(b_x, o_v, V):
-    """The largest value, and the lowest of its offsets."""
+    """The largest value, and its first offset."""
     b_most = tl.max(b_x, 0)
     return b_most, tl.min(tl.where(b_x == b_most, o_v, V), 0)
 
@@ -77,7 +77,7 @@ def part_kernel(
     b_x = tl.load(p_logits + i_row * stride_logits + o_v, mask=m_v, other=float("-inf"))
     b_x = b_x.to(tl.float32)
     b_most = tl.max(b_x, 0)
-    # NaN and +inf make NaN of the sum; -inf adds nothing.
+    # NaN and +inf turn the sum into NaN; -inf adds nothing.
     b_sum = tl.sum(exp(b_x - tl.where(b_most > LOWEST, b_most, 0.0)), 0)
     b_penalty = tl.load(p_set.repetition_penalty + i_row * WIDTH)
     p_row = p_logits + i_row * stride_logits
@@ -95,8 +95,8 @@ def measure(
     p_logits, p_seen, V, b_penalty, b_top, b_scale, b_pivots, NP: tl.constexpr, BV: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """By pivot [NP]: what the logits from it on weigh together, the least of them, and the most of
-    the others. A weight is exp(scale (logit - top)), or 1.
+    """Per pivot [NP]: total weight and minimum of the logits >= the pivot, and maximum of the
+    others. A weight is exp(scale (logit - top)), or 1.
     """
     # [NP, BV]
     b_sum = tl.zeros([NP, BV], dtype=tl.float32)
@@ -119,11 +119,11 @@ def last_to_reach(
     p_logits, p_seen, V, b_penalty, b_top, b_scale, b_low, b_target,
     NP: tl.constexpr, BV: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit from which on they weigh b_target, which they do from b_low on."""
+    """The largest logit such that those >= it weigh b_target; those >= b_low weigh enough."""
     b_high = b_top
     b_share = (tl.arange(0, NP) + 1).to(tl.float32) / (NP + 1)
     while b_low < b_high:
-        # Above the low end and not above the high one, so that each pass moves an end.
+        # Above the low end and at most the high one, so that each pass moves an end.
         b_pivots = tl.minimum(b_low * (1 - b_share) + b_high * b_share, b_high)
         b_pivots = tl.where(b_pivots > b_low, b_pivots, b_high)
         b_sum, b_least, b_most = measure(
@@ -142,14 +142,14 @@ def lowest_kept(
 ):  # fmt: skip
     """The lowest logit of a row that may be drawn, after the penalty and before the temperature.
 
-    b_top is the largest of all, and b_least_top the least of what is largest in a part.
+    b_top is the largest logit, and b_least_top the smallest of the parts' maxima.
     """
     b_temperature = tl.maximum(b_temperature, COLDEST)
     b_scale = tl.div_rn(1.0, b_temperature)
     b_low = tl.full([], LOWEST, dtype=tl.float32)
     i_k = tl.load(p_set.top_k + i_set)
     if (i_k > 0) & (i_k < V):
-        # Each part has a logit that is as large as the least of their largest.
+        # Each part has a logit at least as large as the smallest of the parts' maxima.
         b_low = tl.where(i_k <= num_parts, tl.maximum(b_least_top, LOWEST), LOWEST)
         b_low = last_to_reach(
             p_logits, p_seen, V, b_penalty, b_top, b_scale, b_low, i_k.to(tl.float32), NP, BV, False
@@ -178,7 +178,7 @@ def threshold_kernel(
     WIDTH: tl.constexpr, COLDEST: tl.constexpr,
     NP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """As `part_kernel`, whose results it joins; p_token (B,) gets the most likely token."""
+    """Join the results of `part_kernel`, with its arguments; p_token (B,) gets the argmax."""
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BN)
     m_n = o_n < num_parts
@@ -210,9 +210,9 @@ def threshold_kernel(
 
 @triton.jit
 def gumbel(b_word):
-    """Gumbel noise of random words, finest where it is large."""
+    """Gumbel noise from random words; its resolution is finest where it is large."""
     b_uniform = tl.minimum(b_word.to(tl.float32) * 2**-32 + 2**-33, 1 - 2**-24)
-    # log(1 - u) = log(v) u / (1 - v) with v = 1 - u rounded, which divides its error away.
+    # log(1 - u) = log(v) u / (1 - v) with v = 1 - u rounded, which cancels the rounding error.
     b_rest = 1 - b_uniform
     b_lost = 1 - b_rest
     b_ratio = tl.div_rn(b_uniform, tl.where(b_lost > 0, b_lost, 1.0))
@@ -225,7 +225,7 @@ def draw_kernel(
     p_logits, p_seen, p_set, p_scratch, V, stride_logits, stride_seen,
     WIDTH: tl.constexpr, COLDEST: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """As `part_kernel`; a part is four times BW tokens, each of which gets a word of Philox."""
+    """Arguments as in `part_kernel`; a part is 4 BW tokens, each with one Philox word."""
     i_n, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_parts, i_set = tl.num_programs(0), i_row * WIDTH
     b_temperature = tl.load(p_set.temperature + i_set)
@@ -266,7 +266,7 @@ def finish_kernel(
     p_logits, p_seen, p_set, p_scratch, p_token, p_logprob, num_parts, stride_logits, stride_seen,
     V, WIDTH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """As `part_kernel`; p_token, p_logprob (B,). Marks the token, and counts it."""
+    """Arguments as in `part_kernel`; p_token, p_logprob (B,). Marks and counts the token."""
     i_row = tl.program_id(0).to(tl.int64)
     i_token = tl.load(p_token + i_row).to(tl.int32)
     if tl.load(p_set.temperature + i_row * WIDTH) > 0:

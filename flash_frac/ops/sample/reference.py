@@ -1,9 +1,9 @@
-"""Choosing a token of each row by settings of its own, in plain PyTorch.
+"""Sample a token of each row, with its own settings, in plain PyTorch.
 
-Nothing waits for a device.
-A row of settings is ten words of 32 bits, so that one copy sets a sequence up. A draw is the
-largest of logit / temperature + noise over the tokens that are kept. The noise of a token depends
-on the row's seed, on how many tokens were drawn with it and on the token alone.
+Nothing waits for the device.
+A row of settings is ten 32-bit words, so one copy sets up a sequence. A draw is the argmax of
+logit / temperature + noise over the tokens kept. The noise of a token depends only on the token,
+the row's seed and how many tokens were drawn with it.
 Letters: B batch, V vocabulary.
 """
 
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Words of a row of settings.
+# 32-bit words in a row of settings.
 WIDTH = 10
-# Colder than this is greedy in float32, and an inverse that overflows would make NaN of 0.
+# Lower temperatures are greedy in float32, and an overflowing inverse would turn 0 into NaN.
 COLDEST = 1e-30
-# Philox makes four words at a time. They go to tokens SPREAD apart, so that a kernel reads
-# neighbouring logits for each.
+# Philox makes four words at a time. They go to tokens SPREAD apart, so that each of a kernel's
+# four loads reads neighbouring logits.
 SPREAD = 256
 GROUP = 4 * SPREAD
 _MASK = 0xFFFFFFFF
@@ -72,7 +72,7 @@ def torch_sample(logits: Tensor, table: Tensor, seen: Tensor) -> tuple[Tensor, T
 
 
 def _may_hold(condition: Tensor) -> bool:
-    """Whether a condition holds in any row, as far as one can tell without waiting for a device."""
+    """Whether a condition holds in any row; True where checking would wait for the device."""
     return condition.device.type != "cpu" or bool(condition.any())
 
 
@@ -90,12 +90,12 @@ def _inverse_temperature(settings: Fields) -> Tensor:
 def lowest_kept(scores: Tensor, settings: Fields) -> Tensor:
     """The lowest logit (B, 1) that may be drawn, after the penalty and before the temperature.
 
-    Every filter keeps the largest logits, so that one number says what all of them keep.
+    Every filter keeps the largest logits, so one threshold replaces them all.
     """
     size, top, scale = scores.shape[1], scores.amax(-1, True), _inverse_temperature(settings)
     top_k, top_p = settings.top_k[:, None].long(), settings.top_p[:, None]
     by_count, by_share = (top_k > 0) & (top_k < size), top_p < 1
-    # log of 0 is -inf, which keeps all.
+    # log(0) is -inf, which keeps all tokens.
     threshold = top + settings.min_p[:, None].log() / scale
     if not _may_hold(by_count | by_share):
         return threshold
@@ -117,21 +117,21 @@ def _noise(settings: Fields, size: int) -> Tensor:
     seed, drawn = settings.seed[:, None], settings.drawn[:, None]
     words = philox((counter, drawn & _MASK, drawn >> 32, counter * 0), (seed & _MASK, seed >> 32))
     words = torch.stack([word.unflatten(1, (groups, SPREAD)) for word in words], 2).flatten(1)
-    # The likely winners have small exponential noise, where a float32 is finest. One that is
-    # rounded to 1 would never win.
+    # Likely winners have small exponential noise, where float32 is finest. Noise rounded to 1
+    # would never win.
     uniform = (words[:, :size].float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24)
     return -(-torch.log1p(-uniform)).log()
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10 (Salmon et al., 2011): random words of a counter of four and a key of two.
+    """Philox-4x32-10 (Salmon et al., 2011): random words from a 4-word counter and a 2-word key.
 
-    Words are int64 tensors of values below 2^32; higher bits of the arguments count for nothing.
+    Words are int64 tensors of values below 2^32; higher bits of the arguments are ignored.
     """
     c0, c1, c2, c3 = (c & _MASK for c in counter)
     k0, k1 = (k & _MASK for k in key)
     for _ in range(10):
-        # Products keep their 64 bits, though the sign is lost.
+        # Products keep all 64 bits, but not the sign.
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = (b >> 32 & _MASK) ^ c1 ^ k0, (a >> 32 & _MASK) ^ c3 ^ k1
         c1, c3 = b & _MASK, a & _MASK

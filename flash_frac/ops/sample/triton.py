@@ -17,13 +17,13 @@ from flash_frac.ops.sample.kernels import (
 )
 from flash_frac.ops.sample.reference import COLDEST, GROUP, SPREAD, WIDTH, fields
 
-# Logits that a program holds at a time while it looks for the threshold of a row, pivots that it
-# tries in one pass over the row, and its warps.
+# Of the threshold search: logits that a program holds at a time, pivots per pass over the row, and
+# warps.
 BLOCK, PIVOTS, WARPS = 2048, 4, 16
 
 
 def triton_sample(logits: Tensor, table: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Backend "triton" of `sample`: the same arguments."""
+    """Backend "triton" of `sample`, with the same arguments."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if seen.stride(1) != 1:
         raise ValueError(f"seen must have contiguous rows, got strides {seen.stride()}")
@@ -55,7 +55,7 @@ def sample_op(logits: Tensor, table: Tensor, seen: Tensor) -> tuple[Tensor, Tens
         draw_kernel[(num_parts, batch)](
             *inputs, V=size, COLDEST=COLDEST, BW=SPREAD, num_warps=4, **strides
         )
-        # One warp: it reads what it writes.
+        # One warp, because it reads what it writes.
         finish_kernel[(batch,)](*inputs, tokens, logprobs, V=size, num_warps=1, **joined)
     return tokens, logprobs, facts
 

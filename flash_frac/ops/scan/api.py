@@ -5,7 +5,8 @@ For each head, with rho = exp(log_decay),
     state[t, m] = rho[t, m] state[t - 1, m] + write[t, m] u[t]
     y[t]        = sum_m read[t, m] state[t, m]
 
-Letters: B batch, T time, H heads, D head channels, M modes, N sequences (B, or all of a row).
+Letters: B batch, T time, H heads, D head channels, M modes, N sequences (B, or those packed in a
+row).
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ def frac_scan(
         read: (B, T, H, M) weights of the modes in the output.
         write: (B, T, H, M) weights of the input in the modes.
         log_decay: (B, T, H, M) log of the share of a mode that is kept, from -inf to 0; float32.
-            A value above 0 is refused on the CPU. On a GPU, where looking would wait for the
-            device, results are then wrong.
+            Positive values raise on the CPU. On a GPU they are not checked, which would sync with
+            the device, and give wrong results.
         initial_state: (N, H, M, D) state before the first token, float32; zeros if None.
         cu_seqlens: (N + 1,) integers, 0 first and T last: sequence n of the packed row (B = 1) is
             tokens cu_seqlens[n] to cu_seqlens[n + 1]. Empty sequences keep their initial state.
             Values are checked when the tensor is on the CPU.
-        backend: "auto" (Triton on CUDA, torch elsewhere), "triton", "torch" (chunked in plain
-            PyTorch) or "recurrent" (the specification). One that cannot run raises and says why.
+        backend: "auto" (Triton on CUDA, torch elsewhere), "triton", "torch" (chunked, plain
+            PyTorch) or "recurrent" (the slow reference). A backend that cannot run raises an error
+            that says why.
 
     Returns:
         ScanOutput(y, state): y (B, T, H, D) like u; state (N, H, M, D) after the last token.
-        Accumulation and state are float32, or float64 when u is. An inf or NaN spoils its own
-        sequence from there on, and nothing else.
+        Accumulation and state are float32, or float64 if u is. An inf or NaN affects only its own
+        sequence, from that token on.
 
     Example:
         >>> y, state = frac_scan(u[:, :512], read[:, :512], write[:, :512], log_decay[:, :512])
@@ -97,7 +99,7 @@ def frac_step(
 def check_scan_inputs(
     u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, axes: tuple[str, ...]
 ) -> None:
-    """ValueError unless shapes, devices and dtypes fit together; `axes` names those of u."""
+    """ValueError unless shapes, devices and dtypes match; `axes` names the axes of u."""
     if u.ndim != len(axes) or not u.is_floating_point():
         raise ValueError(
             f"u must be a floating-point tensor of shape ({', '.join(axes)}), "
@@ -105,7 +107,7 @@ def check_scan_inputs(
         )
     if read.ndim != u.ndim:
         raise ValueError(
-            f"read must have shape ({', '.join(axes[:-1])}, M) beside u, got {tuple(read.shape)}"
+            f"read must have shape ({', '.join(axes[:-1])}, M) to match u, got {tuple(read.shape)}"
         )
     expected = (*u.shape[:-1], read.shape[-1])
     for name, x in (("read", read), ("write", write), ("log_decay", log_decay)):
@@ -122,7 +124,7 @@ def check_scan_inputs(
 
 
 def check_log_decay(log_decay: Tensor) -> None:
-    """ValueError unless it has enough digits and, where one may look, is at most 0."""
+    """ValueError unless log_decay is float32 or wider and, where values can be read, at most 0."""
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"log_decay must be float32, which slow decays need, got {log_decay.dtype}; "
@@ -135,7 +137,7 @@ def check_log_decay(log_decay: Tensor) -> None:
 
 
 def can_look_at(x: Tensor) -> bool:
-    """Whether values may be looked at: not on a GPU, in tracing, and in torch.func."""
+    """Whether values can be read cheaply: not on a GPU, while tracing, or in torch.func."""
     return (
         type(x) is Tensor
         and x.device.type == "cpu"
@@ -145,7 +147,7 @@ def can_look_at(x: Tensor) -> bool:
 
 
 def check_state(state: Tensor, name: str, num: int, u: Tensor, read: Tensor) -> Tensor:
-    """The state to start from; ValueError if it does not fit."""
+    """The initial state; ValueError if its shape, dtype or device is wrong."""
     expected = (num, u.shape[-2], read.shape[-1], u.shape[-1])
     dtype = torch.promote_types(u.dtype, torch.float32)
     if state.shape != expected:
@@ -160,7 +162,7 @@ def check_state(state: Tensor, name: str, num: int, u: Tensor, read: Tensor) -> 
 def check_cu_seqlens(cu_seqlens: Tensor, x: Tensor) -> int:
     """The number of sequences packed in x (1, T, ...); ValueError unless cu_seqlens delimits them.
 
-    Values are read on the CPU only: on a GPU that would wait for the device, once a layer.
+    Values are checked only on the CPU: on a GPU that would sync with the device in every layer.
     """
     if x.shape[0] != 1:
         raise ValueError(

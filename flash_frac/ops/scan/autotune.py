@@ -1,8 +1,8 @@
-"""Launch parameters of the scan, measured on this machine when asked to.
+"""Tune launch parameters of the scan on this GPU, on request.
 
     python -m flash_frac.ops.scan.autotune --batch 8 --time 4096 --heads 16 --channels 256
 
-What it prints can be kept in `ops/backends.py`, or used in a process by calling `autotune` in it.
+Copy the printed parameters to `ops/scan/tuning.py`, or call `autotune` to use them in a process.
 Letters: B batch, T time, H heads, M modes, D head channels.
 """
 
@@ -22,7 +22,7 @@ from flash_frac.ops.testing import random_inputs
 
 
 def candidates(tuning: Tuning) -> Iterator[Tuning]:
-    """All that differ from `tuning` in one parameter."""
+    """All parameter sets that differ from `tuning` in one parameter."""
     for programs in (256, 512, 1024, 2048):
         yield tuning._replace(programs=programs)
     for warps in (1, 2, 4):
@@ -39,7 +39,7 @@ def candidates(tuning: Tuning) -> Iterator[Tuning]:
 
 
 def improve(start: Tuning, cost: Callable[[Tuning], float]) -> Tuning:
-    """Change one parameter at a time, for as long as it pays."""
+    """Change one parameter at a time, as long as that is faster."""
     best, least = start, cost(start)
     known = {start}
     while True:
@@ -81,7 +81,7 @@ def autotune(
         try:
             milliseconds = do_bench(run, warmup=5, rep=30, return_mode="median")
         except (CompilationError, OutOfResources):
-            # More shared memory or registers than there are.
+            # Needs more shared memory or registers than the GPU has.
             return float("inf")
         print(f"{milliseconds:8.3f} ms  {tuning}")
         return milliseconds

@@ -5,9 +5,9 @@
 A pair t > k is split at the boundary between the two halves of the smallest aligned block that
 holds both, as in the kernels. Every exponent is a sum of log_decay between two tokens, never a
 difference of larger sums: a token that forgets everything (log_decay down to -inf) costs the others
-no digits.
+no accuracy.
 
-Letters: C tokens of a chunk, M modes; leading axes are all alike.
+Letters: C tokens of a chunk, M modes; all tensors share their leading axes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A token and head costs log2(C)*M exponentials, C products and M*D/C elements of state.
+# Cost per token and head: log2(C)*M exponentials, C products and M*D/C elements of state.
 CHUNK = 32
-# Tokens of the halves of a block, level by level.
+# Tokens in half a block, level by level.
 HALVES = (1, 2, 4, 8, 16)
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """(..., C, M) to the earlier and the later halves (..., C / 2 half, half, M) of its blocks."""
+    """Split (..., C, M) into the earlier and later halves (..., C / 2 half, half, M) of blocks."""
     earlier, later = x.unflatten(-2, (-1, 2, half)).unbind(-3)
     return earlier, later
 
@@ -38,8 +38,8 @@ def _join(earlier: Tensor, later: Tensor) -> Tensor:
 class Sums(NamedTuple):
     """Sums of log_decay (..., C, M).
 
-    levels: of each level, sums from the start of a later half up to a token, inclusive, and after a
-        token to the end of an earlier half, (..., C / 2 half, half, M) both;
+    levels: per level, sums from the start of a later half up to and including a token, and from
+        after a token to the end of an earlier half, both (..., C / 2 half, half, M);
     prefix, suffix: the same for the whole chunk, (..., C, M); total: (..., M).
     """
 
@@ -68,7 +68,7 @@ def mix(read: Tensor, write: Tensor, sums: Sums) -> Tensor:
     gamma = (read * write).sum(-1)[..., None, None]
     for half, (prefix, suffix) in zip(HALVES, sums.levels, strict=True):
         q, k = _halves(read, half)[1] * prefix.exp(), _halves(write, half)[0] * suffix.exp()
-        # Few rows are too little work for a matrix product.
+        # With few rows a matrix product does not pay.
         pairs = (q[..., :, None, :] * k[..., None, :, :]).sum(-1) if half < 4 else q @ k.mT
         earlier, later = gamma.unflatten(-3, (-1, 2)).unbind(-3)
         gamma = torch.cat([F.pad(earlier, (0, half)), torch.cat([pairs, later], -1)], -2)
@@ -80,8 +80,8 @@ def mix_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of read and write in gamma, and of log_decay.
 
-    dsums: the gradients that prefix, suffix and total have by the states. A token's own term has
-    no decay in it.
+    dsums: gradients of prefix, suffix and total through the states. A token's own term has no
+    decay.
     """
     same = dgamma.diagonal(dim1=-2, dim2=-1)[..., None]
     dread, dwrite, terms = same * write, same * read, []
@@ -94,7 +94,7 @@ def mix_backward(
         terms.append((r * r_part, w * w_part))
         dread = dread + _join(torch.zeros_like(r_part), r_part)
         dwrite = dwrite + _join(w_part, torch.zeros_like(w_part))
-    # From the sums back to what was summed, the longest blocks first.
+    # Propagate gradients of the sums to their terms, the longest blocks first.
     dprefix, dsuffix, dtotal = dsums
     dtotal = dtotal[..., None, :]
     for half, (term_r, term_w) in zip(HALVES[::-1], terms[::-1], strict=True):

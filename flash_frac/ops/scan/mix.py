@@ -1,6 +1,6 @@
-"""Mixing weights inside chunks: what depends on no channel, forward and backward.
+"""Mixing weights inside chunks, which depend on no channel, forward and backward.
 
-For a chunk of C tokens, `mix_kernel` makes, in the dtype of u unless noted,
+For a chunk of C tokens, `mix_kernel` computes, in the dtype of u unless noted,
 
     gamma[t, k]     = sum_m read[t, m] write[k, m] exp(sum of log_decay over k < p <= t)     t >= k
     read_in[t, m]   = read[t, m] exp(sum over p <= t)           reads the state before the chunk
@@ -10,8 +10,8 @@ For a chunk of C tokens, `mix_kernel` makes, in the dtype of u unless noted,
 A pair t > k is split at the boundary between the two halves of the smallest aligned block that
 holds both: k has the sum up to the end of the earlier half, t the sum from the start of the later
 one. Both are <= 0, each level (halves of 1, 2, 4, ... tokens) is one matrix product, and a token
-needs one exponential a level and mode instead of one a pair. The sums of a level are those of the
-level below it and the total of the other half, added: no difference of larger sums is taken.
+needs one exponential per level and mode instead of one per pair. The sums of a level are those of
+the level below plus the total of the other half: no differences of larger sums.
 
 Letters: N chunks of C tokens, H heads, M modes in blocks BM, P blocks of channels. i_ch numbers
 chunk and head together.
@@ -33,13 +33,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _unit(PRECISION: tl.constexpr):
-    """In what log_decay is summed: powers of two, which the hardware raises, or of e."""
+    """Factor that turns log_decay into an exponent of e, or of 2 as the hardware computes it."""
     return 1.0 if PRECISION == "ieee" else LOG2_E
 
 
 @triton.jit
 def _power(b_x, PRECISION: tl.constexpr):
-    """The unit to the x: approximately for tf32, or to the last digit."""
+    """exp of x in that unit: approximate for tf32, else accurate to the last digit."""
     return exp(b_x) if PRECISION == "ieee" else tl.exp2(b_x)
 
 
@@ -47,8 +47,8 @@ def _power(b_x, PRECISION: tl.constexpr):
 def _double(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
     """From blocks of 2^LEVEL tokens to blocks twice as long.
 
-    b_total [C >> LEVEL, BM]: sum of a block; b_prefix, b_suffix [C, BM]: sums from the start of its
-    block up to a token, and after the token to the end.
+    b_total [C >> LEVEL, BM]: sum of a block; b_prefix, b_suffix [C, BM]: sums from the start of the
+    block up to a token, and from after the token to the end.
     """
     N: tl.constexpr = C >> (LEVEL + 1)
     later = tl.arange(0, 2) == 1
@@ -64,7 +64,7 @@ def _double(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, B
 
 @triton.jit
 def _halve(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
-    """Gradients of what goes into `_double`, from those of what comes out."""
+    """Gradients of the inputs of `_double`, from those of its outputs."""
     N: tl.constexpr = C >> (LEVEL + 1)
     later = (tl.arange(0, 2) == 1)[None, :, None]
     b_prefixes = tl.sum(tl.reshape(b_prefix, [N, 2, 1 << LEVEL, BM]), 2)
@@ -77,7 +77,7 @@ def _halve(b_total, b_prefix, b_suffix, LEVEL: tl.constexpr, C: tl.constexpr, BM
 
 @triton.jit
 def _split(b_read, b_write, b_prefix, b_suffix, o_t, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
-    """Reads of later halves and writes of earlier ones, decayed to their boundary; 0 elsewhere."""
+    """Reads of later halves and writes of earlier ones, decayed to the boundary; 0 elsewhere."""
     later = (((o_t >> LEVEL) & 1) == 1)[:, None]
     b_decayed = _power(tl.where(later, b_prefix, b_suffix), PRECISION)
     b_q = tl.where(later, b_read * b_decayed, 0.0)
@@ -98,7 +98,7 @@ def _program(
     p_table, num_tokens, chunks_each, H,
     M: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Tokens and modes of this program's chunk and head, its number, offsets [C, BM] and mask."""
+    """Tokens and modes of this program's chunk and head, its index, offsets [C, BM] and mask."""
     i_chunk, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, length, _, _ = locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C, LAYOUT)
     o_t, o_m = tl.arange(0, C), tl.arange(0, BM)
@@ -109,7 +109,7 @@ def _program(
 
 @triton.jit
 def _load_weights(p_weights, o_x, m_x, PRECISION: tl.constexpr):
-    """read, write and log_decay [C, BM], float32, the last in the unit of `_unit`."""
+    """read, write and log_decay [C, BM], float32, the last times `_unit`."""
     b_read = tl.load(p_weights.read + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_write = tl.load(p_weights.write + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_decay = tl.load(p_weights.log_decay + o_x, mask=m_x, other=0.0) * _unit(PRECISION)
@@ -132,14 +132,14 @@ def mix_kernel(
     # [C, C]
     b_same = tl.sum(b_read * b_write, 1)
     b_gamma = tl.where(o_t[:, None] == o_t[None, :], b_same[:, None], 0.0)
-    # Bits in which two positions differ: the highest says at which level the pair is split.
+    # Bits in which two positions differ: the highest gives the level at which the pair is split.
     o_xor = o_t[:, None] ^ o_t[None, :]
     b_total, b_prefix, b_suffix = b_decay, b_decay, tl.zeros_like(b_decay)
     for level in tl.static_range(LEVELS):
         later, _, b_q, b_k = _split(b_read, b_write, b_prefix, b_suffix, o_t, level, PRECISION)
         b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        # The last product has no other pairs. Earlier rows of it are zero times something, which
-        # is NaN where a token is; the mask of rows costs less than that of pairs.
+        # The last product has no other pairs. Its earlier rows are 0, but NaN if a token is NaN;
+        # masking rows is cheaper than masking pairs.
         m_pairs = (o_xor >> level) == 1 if level < LEVELS - 1 else later
         b_gamma += tl.where(m_pairs, b_pairs, 0.0)
         b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
@@ -165,8 +165,8 @@ def mix_backward_kernel(
     dread[t, m]  = sum_k<=t pairs[t, k] write[k, m] exp(decay from k to t) + read_in's part
     dwrite[k, m] = sum_t>=k pairs[t, k] read[t, m] exp(decay from k to t) + write_out's part
 
-    and dlog_decay[s] is the sum over all paths from a write before s to a read at or after s of
-    what each adds to the loss. p_weights and p_gradients are `Weights`; p_sums is `ChannelSums` of
+    and dlog_decay[s] sums the contributions to the loss of all paths from a write before s to a
+    read at or after s. p_weights and p_gradients are `Weights`; p_sums is `ChannelSums` of
     PARTS = P parts; num_ch = N H.
     """
     o_t, o_m, i_ch, o_x, m_x = _program(p_table, num_tokens, chunks_each, H, M, BM, C, LAYOUT)
@@ -185,7 +185,7 @@ def mix_backward_kernel(
         b_pair += tl.load(p_sums.pairs + i_part * C * C + o_pair).to(tl.float32)
         b_across += tl.load(p_sums.across + i_part * BM + o_m)
 
-    # Pairs of a later read and an earlier write, level by level; those of one token come last.
+    # Pairs of a later read and an earlier write, level by level; a token's own pair comes last.
     b_same = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_pair, 0.0), 1)[:, None]
     b_turned = tl.trans(b_pair)
     b_dread, b_dwrite = tl.zeros_like(b_in), tl.zeros_like(b_out)
@@ -206,11 +206,11 @@ def mix_backward_kernel(
         b_dwrite += b_write_part
         b_total, b_prefix, b_suffix = _double(b_total, b_prefix, b_suffix, level, C, BM)
 
-    # Reads of the state before the chunk, writes to the one after it, and what crosses it all.
+    # Reads of the state before the chunk, writes to the one after it, and paths across the chunk.
     b_in *= _power(b_prefix, PRECISION)
     b_out *= _power(b_suffix, PRECISION)
     b_across *= _power(tl.reshape(b_total, [BM]), PRECISION)
-    # From the sums back to what was summed, the longest blocks first.
+    # Propagate gradients of the sums to their terms, the longest blocks first.
     b_dtotal, b_dprefix, b_dsuffix = b_across[None, :], b_read * b_in, b_write * b_out
     for level in tl.static_range(LEVELS - 1, -1, -1):
         b_dtotal, b_dprefix, b_dsuffix = _halve(b_dtotal, b_dprefix, b_dsuffix, level, C, BM)

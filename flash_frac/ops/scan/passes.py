@@ -1,16 +1,16 @@
-"""The two passes over chunks in plain PyTorch, and what a bad token may spoil.
+"""The two passes over chunks in plain PyTorch, and the isolation of non-finite tokens.
 
-With S the state before a chunk of C tokens, and all sums those of log_decay,
+With S the state before a chunk of C tokens, and all sums over log_decay,
 
     y[t]        = sum_k gamma[t, k] u[k] + sum_m read[t, m] exp(sum over p <= t) S[m]
     S_next[m]   = exp(sum over the chunk) S[m] + sum_k write[k, m] exp(sum over p > k) u[k]
 
-with gamma of `levels.py`. The states before all chunks come from a scan over chunks that is itself
-grouped: no Python loop runs over chunks.
+with gamma from `levels.py`. The states before all chunks come from a scan over groups of chunks:
+no Python loop runs over chunks.
 
-A token that is not finite spoils its own sequence from there on and nothing else: products with
-zeros would carry a NaN to earlier tokens and to other sequences, so it is taken out first, and put
-into the results that depend on it.
+A non-finite token affects only its own sequence, from that token on. Products with zeros would
+carry a NaN to earlier tokens and to other sequences, so such a token is zeroed first, and the
+results that depend on it are set to NaN.
 
 Letters: B batch, N chunks, H heads, C tokens of a chunk, D head channels, M modes, S sequences of a
 row (1, or all packed sequences), G chunks of a group.
@@ -28,12 +28,12 @@ from torch import Tensor
 from flash_frac.ops.scan.levels import decay_sums, mix, mix_backward
 
 GROUP = 16
-# Of an exported graph, which doubles as often for any length.
+# Most groups in an exported graph, whose number of doublings is fixed.
 MOST_GROUPS = 1 << 12
 
 
 class Layout(NamedTuple):
-    """Where the sequences of a packed row lie among its chunks.
+    """Positions of the sequences of a packed row among its chunks.
 
     first: (S,) index of the first chunk of each sequence; last: (S,) of the last;
     sequence: (N,) the sequence of each chunk.
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     sequence: Tensor
 
     def reversed(self) -> Layout:
-        """The layout of the same chunks in reversed order, and so of the same sequences."""
+        """The layout with chunks, and so sequences, in reversed order."""
         end = self.sequence.shape[0] - 1
         return Layout(
             (end - self.last).flip(0),
@@ -54,13 +54,13 @@ class Layout(NamedTuple):
 
 
 def blocks(x: Tensor, axis: int, size: int) -> Tensor:
-    """x with zeros after it, and the axis split into blocks of `size`."""
+    """x, zero-padded, with the axis split into blocks of `size`."""
     length = x.shape[axis]
     if not torch.compiler.is_exporting():
         count = -(-length // size)
         x = F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count * size - length))
         return x.unflatten(axis, (count, size))
-    # One graph for all lengths: no number of blocks is 0 or 1, and no padding is empty.
+    # One graph for all lengths: at least two blocks, and never an empty padding.
     count = (length + 2 * size - 1) // size
     index = torch.arange(count * size, device=x.device)
     x = x.index_select(axis, index.clamp_max(length - 1)).unflatten(axis, (count, size))
@@ -69,14 +69,14 @@ def blocks(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def trim(x: Tensor, length: int) -> Tensor:
-    """The first of axis 1, without a question that would split the lengths of an exported graph."""
+    """The first `length` entries of axis 1, without a check that would specialise an export."""
     if torch.compiler.is_exporting():
         return x.index_select(1, torch.arange(length, device=x.device))
     return x[:, :length]
 
 
 def _scan_groups(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> Tensor:
-    """As `_scan_chunks`, by doubling: for few, because all are gone through log2(N) times."""
+    """Like `_scan_chunks`, by doubling; for few chunks, because it takes log2(N) passes."""
     num = state.shape[1]
     if exporting := torch.compiler.is_exporting():
         torch._check(num <= MOST_GROUPS, lambda: "an exported graph scans at most 2^21 tokens")
@@ -94,17 +94,17 @@ def _scan_groups(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> T
 
 
 def _scan_chunks(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> Tensor:
-    """state[i] += exp(log_decay[i]) state[i - 1] along N, if i - 1 is of the same sequence.
+    """state[i] += exp(log_decay[i]) state[i - 1] along N, if i - 1 is in the same sequence.
 
-    state (B, N, H, M, D), log_decay (B, N, H, M), sequence (N,) or None where all N are one.
-    Groups of G chunks are scanned by a matrix product each, then the groups.
+    state (B, N, H, M, D), log_decay (B, N, H, M), sequence (N,) or None for a single sequence.
+    One matrix product scans each group of G chunks; then the groups are scanned.
     """
     num_chunks = state.shape[1]
     # (B, N/G, H, M, G, D) and (B, N/G, H, M, G)
     state = blocks(state, 1, GROUP).permute(0, 1, 3, 4, 2, 5)
     log_decay = blocks(log_decay, 1, GROUP).permute(0, 1, 3, 4, 2)
     total = log_decay.cumsum(-1)
-    # Summed from j + 1 to i one by one: differences of totals would lose digits.
+    # Sums from j + 1 to i are explicit, because differences of totals would lose digits.
     between = log_decay[..., None].expand(*log_decay.shape, GROUP).tril(-1).cumsum(-2)
     weights, carry_in = between.exp().tril(), total.exp()
     last = None
@@ -117,7 +117,7 @@ def _scan_chunks(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> T
         carry_in = carry_in * (group == previous)
     state = weights @ state
     after = _scan_groups(state[..., -1, :], total[..., -1], last)
-    # The first group follows nothing.
+    # The first group has no predecessor.
     first = (torch.arange(after.shape[1], device=after.device) == 0)[:, None, None, None]
     before = after.roll(1, 1).masked_fill(first, 0)
     state = state + carry_in[..., None] * before[..., None, :]
@@ -127,7 +127,7 @@ def _scan_chunks(state: Tensor, log_decay: Tensor, sequence: Tensor | None) -> T
 def _states_before(
     increment: Tensor, log_decay: Tensor, initial: Tensor, layout: Layout | None
 ) -> tuple[Tensor, Tensor]:
-    """States before every chunk (B, N, H, M, D), and after every sequence (B, S, H, M, D)."""
+    """State before each chunk (B, N, H, M, D), and after each sequence (B, S, H, M, D)."""
     first = first_chunks(layout, increment.device)
     kept = log_decay.index_select(1, first).exp()[..., None] * initial
     sequence = None if layout is None else layout.sequence
@@ -149,7 +149,7 @@ def _forward(
     initial: Tensor,
     layout: Layout | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, the states after all sequences, gamma, and the states before all chunks."""
+    """y, the state after each sequence, gamma, and the state before each chunk."""
     sums = decay_sums(log_decay)
     gamma = mix(read, write, sums)
     increment = (write * sums.suffix.exp()).mT @ u
@@ -187,7 +187,7 @@ def _backward(
 
 
 def not_finite(x: Tensor) -> Tensor:
-    """Whether there is an inf or a NaN among the last axis: times zero, both are NaN."""
+    """Whether the last axis holds an inf or NaN: times zero, both are NaN."""
     return (x * 0).sum(-1).isnan()
 
 
@@ -197,9 +197,9 @@ def finite(x: Tensor) -> Tensor:
 
 
 def spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    """What comes after a bad token of its sequence (B, N, H, C), and the states at the end.
+    """Mask of tokens at or after a bad one (B, N, H, C), and of bad final states (B, S, H).
 
-    bad: (B, N, H, C); bad_state: (B, S, H), at the beginning. The states are (B, S, H).
+    bad: (B, N, H, C), bad tokens; bad_state: (B, S, H), bad initial states.
     """
     inside = bad.cumsum(-1)
     count = inside[..., -1].cumsum(1)
@@ -214,31 +214,31 @@ def spoilt(bad: Tensor, bad_state: Tensor, layout: Layout | None) -> tuple[Tenso
 
 
 def nan_where(bad: Tensor, like: Tensor) -> Tensor:
-    """NaN or 0, to be added: unlike a choice, a sum keeps the NaN of its gradient."""
+    """NaN or 0, to be added: unlike torch.where, a sum passes a NaN gradient on."""
     return torch.zeros_like(bad, dtype=like.dtype).masked_fill(bad, torch.nan)
 
 
 def _clean(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Inputs of `_forward` without what would spoil others."""
+    """Inputs of `_forward` with the non-finite values zeroed that would affect other tokens."""
     u, read, write, log_decay, initial = inputs
     log_decay = log_decay.nan_to_num(0, 0, -torch.inf)
     return finite(u), finite(read), finite(write), log_decay, finite(initial)
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """Mixed-precision regions are left at the door: they would round the products to 16 bits."""
+    """Disable autocast, which would round the products to 16 bits."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def isolated_forward(
     inputs: Sequence[Tensor], layout: Layout | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """y and the states after all sequences; for the backward pass gamma and the states before."""
+    """y and the state after each sequence; gamma and the states before chunks for the backward."""
     u, read, write, log_decay, initial = inputs
-    # -inf is a decay like any other, +inf and NaN are not.
+    # -inf is a valid decay; +inf and NaN are not.
     bad = not_finite(u) | not_finite(write) | not_finite(log_decay.amax(-1, True).clamp_min(0))
     after, bad_final = spoilt(bad, not_finite(initial.flatten(-2)), layout)
-    # A read spoils its own token alone.
+    # A bad read affects only its own token.
     bad_y = after | not_finite(read)
     with without_autocast(u):
         y, final, gamma, before = _forward(*_clean(inputs), layout=layout)
@@ -253,7 +253,7 @@ def isolated_backward(
     kept: Sequence[Tensor],
     layout: Layout | None,
 ) -> tuple[Tensor, ...]:
-    """A gradient or read that is not finite spoils the gradients of its sequence up to there."""
+    """Gradients; a non-finite dy or read makes those of its sequence up to that token NaN."""
     bad, bad_state = not_finite(dy) | not_finite(inputs[1]), not_finite(dfinal.flatten(-2))
     turned = None if layout is None else layout.reversed()
     # Backward in time, inside the chunks too.

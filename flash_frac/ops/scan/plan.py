@@ -1,9 +1,9 @@
-"""The list of chunks that the scan's kernels walk along, and how a call is cut into programs.
+"""The list of chunks that the scan's kernels walk along, and the grids of a call.
 
-All sequences of a call, packed or in a batch, are cut into chunks of C tokens, which lie one after
-the other in one list. A chunk that begins a sequence takes that sequence's initial state, so a walk
-along the list may cross from one sequence into the next. A segment is a run of chunks that one
-program walks for one head and one block of channels.
+All sequences of a call, packed or batched, are cut into chunks of C tokens, in one list. A chunk
+that begins a sequence takes that sequence's initial state, so a walk along the list may cross from
+one sequence into the next. A segment is a run of chunks that one program walks for one head and one
+block of channels.
 
 Letters: B batch, T time, H heads, M modes, BM their block, D head channels, N chunks, S segments.
 """
@@ -28,9 +28,9 @@ LEVELS = 5
 
 @triton.jit
 def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, LAYOUT: tl.constexpr):
-    """Sequence, first row, number of tokens, and whether the chunk is the first, and the last.
+    """Sequence, first row, number of tokens, and whether the chunk is the first and the last.
 
-    LAYOUT is "packed" if a table says it, "whole" if all chunks have C tokens, else "ragged".
+    LAYOUT is "packed" if a table has them, "whole" if all chunks have C tokens, else "ragged".
     """
     if LAYOUT == "packed":
         p_entry = p_table + i_chunk * 5
@@ -39,7 +39,7 @@ def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, LAY
     else:
         sequence, index = i_chunk // chunks_each, i_chunk % chunks_each
         if LAYOUT == "whole":
-            # Known without a division and when the kernel is compiled: loads start early, unmasked.
+            # A compile-time constant that needs no division: loads start early, unmasked.
             row, length = i_chunk * C, C
         else:
             row = sequence * num_tokens + index * C
@@ -49,7 +49,7 @@ def locate_chunk(i_chunk, p_table, num_tokens, chunks_each, C: tl.constexpr, LAY
 
 
 class ChunkList(NamedTuple):
-    """How many chunks there are, and where: by arithmetic, or by a table for packed sequences.
+    """Number and positions of the chunks: by arithmetic, or by a table for packed sequences.
 
     table: (num_chunks, 5) int64 of sequence, row, length, first, last; None without packing.
     starts: (N,) int64, the first chunk of every packed sequence; size: tokens of a chunk.
@@ -71,12 +71,12 @@ class ChunkList(NamedTuple):
 
     @property
     def arguments(self) -> tuple:
-        """What `locate_chunk` takes after the index, without its constants."""
+        """Arguments of `locate_chunk` after the index, without its constants."""
         return self.table, self.num_tokens, self.chunks_each
 
 
 def count_chunks(batch: int, num_tokens: int, cu_seqlens: Tensor | None, size: int = CHUNK) -> int:
-    """How many chunks a call has at most; packed sequences may leave some empty."""
+    """Maximum number of chunks of a call; packed sequences may leave some empty."""
     if cu_seqlens is None:
         return batch * ceil_div(num_tokens, size)
     return num_tokens // size + cu_seqlens.shape[0] - 1
@@ -113,15 +113,17 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What follows from the sizes of a call, for the kernels.
+    """Kernel parameters that follow from the sizes of a call.
 
-    per_segment: chunks of a segment; modes: BM; states, output, gradient: the three walks.
+    per_segment: chunks of a segment; modes: BM; mix: constants of both kernels in `mix.py`;
+    states, output, gradient: the three walks.
     """
 
     per_segment: int
     num_segments: int
     modes: int
     tuning: Tuning
+    mix: dict[str, Any]
     states: Launch
     output: Launch
     gradient: Launch
@@ -144,27 +146,21 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
-    """Cached, because Python takes as long over it as over a launch."""
+    """Cached, because computing it in Python takes as long as a launch."""
     tuning = tuning_for(dtype, device)
     per_segment, num_segments = _segments(num_chunks, heads, channels, tuning)
     modes = block_size(num_modes)
+    shared = {"M": num_modes, "BM": modes, "C": CHUNK, "LAYOUT": layout}
+    shared["PRECISION"] = precision(dtype)
 
     def launch(walk: Walk) -> Launch:
         width = min(block_size(channels), walk.channels)
-        options = {
-            "M": num_modes,
-            "BM": modes,
-            "BD": width,
-            "C": CHUNK,
-            "LAYOUT": layout,
-            "PRECISION": precision(dtype),
-            "num_warps": walk.warps,
-            "num_stages": walk.stages,
-        }
-        return Launch((num_segments, heads, ceil_div(channels, width)), options)
+        options = {"BD": width, "num_warps": walk.warps, "num_stages": walk.stages}
+        return Launch((num_segments, heads, ceil_div(channels, width)), shared | options)
 
     walks = (tuning.states, tuning.output, tuning.gradient)
-    return Plan(per_segment, num_segments, modes, tuning, *map(launch, walks))
+    mix = shared | {"LEVELS": LEVELS}
+    return Plan(per_segment, num_segments, modes, tuning, mix, *map(launch, walks))
 
 
 def plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> Plan:
@@ -174,12 +170,12 @@ def plan_for(u: Tensor, num_modes: int, chunks: ChunkList) -> Plan:
 
 
 def forget_plans() -> None:
-    """Plan again, after another tuning was chosen."""
+    """Clear cached plans, after a change of tuning."""
     _plan.cache_clear()
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How matrix products round: float32 inputs keep their digits, 16-bit inputs need fewer."""
+    """Precision of matrix products: full for float32 inputs, lower for 16-bit inputs."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
@@ -190,7 +186,7 @@ def state_shape(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> tuple[i
 
 
 def kept_shapes(u: Tensor, num_modes: int, cu_seqlens: Tensor | None) -> list[tuple[int, ...]]:
-    """Shapes of what the forward pass keeps for the backward; sizes may be symbolic."""
+    """Shapes of the tensors saved for the backward pass; sizes may be symbolic."""
     heads, channels = u.shape[2:]
     num_chunks, modes = count_chunks(u.shape[0], u.shape[1], cu_seqlens), block_size(num_modes)
     _, num_segments = _segments(num_chunks, heads, channels, tuning_for(u.dtype, u.device))

@@ -1,8 +1,8 @@
-"""The specification: the paper's Algorithm 1 as a loop over tokens, in whatever precision comes in.
+"""The specification: the paper's Algorithm 1 as a loop over tokens, in the inputs' precision.
 
     state = rho * state + write * u,   y = sum_m read_m state_m
 
-with rho = exp(log_decay). Everything else in this package is measured against these two functions.
+with rho = exp(log_decay). Everything else in this package is tested against these two functions.
 Letters: B batch, T time, H heads, D head channels, M modes.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def expm1(x: Tensor) -> Tensor:
-    """exp(x) - 1 with all its digits, compiled too.
+    """exp(x) - 1 to full accuracy, also when compiled.
 
-    torch.compile for a CPU makes exp(x) - 1 of torch.expm1, in which a slow mode's rate drowns.
+    On a CPU torch.compile turns torch.expm1 into exp(x) - 1, which loses the rate of a slow mode.
     """
     if torch.compiler.is_compiling() and x.device.type == "cpu":
-        # From there on it is -1, and sinh would overflow beyond -178.
+        # Below this the result is -1, and sinh would overflow beyond -178.
         x = x.clamp_min(-64)
         return 2 * (x / 2).exp() * (x / 2).sinh()
     return torch.expm1(x)
@@ -55,7 +55,7 @@ def recurrent_scan(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "recurrent" of `frac_scan`: the same arguments."""
+    """Backend "recurrent" of `frac_scan`, with the same arguments."""
     if initial_state is None:
         initial_state = zero_state(u, read, cu_seqlens)
     if cu_seqlens is not None:

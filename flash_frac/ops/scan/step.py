@@ -46,7 +46,7 @@ def step_kernel(
 def triton_step(
     u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Backend "triton" of `frac_step`: the same arguments."""
+    """Backend "triton" of `frac_step`, with the same arguments."""
     return step_op(*(x.contiguous() for x in (u, read, write, log_decay.float(), state)))
 
 
@@ -81,7 +81,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor, dnew: Tensor) -> tuple:
-    """Written in torch: a token at a time is how one decodes, not how one trains."""
+    """In plain torch, because single steps are for decoding, not for training."""
     u, read, write, log_decay, state, new_state = ctx.saved_tensors
     wide_dy, kept = dy.float(), log_decay.exp()
     dnew = dnew + read[..., None] * wide_dy[..., None, :]

@@ -2,7 +2,7 @@
 
 Forward: mixing weights of every chunk, states before segments, outputs. Backward: states before
 every chunk, gradients of states after segments, then the gradients. Outputs and gradients of u are
-computed a second time for sequences with an inf or NaN. Kernels are in `mix.py` and `walk.py`.
+recomputed for sequences with an inf or NaN. Kernels are in `mix.py` and `walk.py`.
 Letters: B batch, T time, H heads, M modes, BM their block, D head channels, C tokens of a chunk,
 N chunks, S segments.
 """
@@ -19,13 +19,11 @@ from flash_frac.ops.backends import operator
 from flash_frac.ops.scan.mix import Weights, mix_backward_kernel, mix_kernel
 from flash_frac.ops.scan.plan import (
     CHUNK,
-    LEVELS,
     ChunkList,
     Plan,
     chunk_list,
     kept_shapes,
     plan_for,
-    precision,
     state_shape,
 )
 from flash_frac.ops.scan.reference import zero_state
@@ -47,7 +45,7 @@ def triton_scan(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Backend "triton" of `frac_scan`: the same arguments."""
+    """Backend "triton" of `frac_scan`, with the same arguments."""
     if u.numel() == 0:
         state = zero_state(u, read, cu_seqlens) if initial_state is None else initial_state
         return torch.zeros_like(u), state
@@ -68,7 +66,7 @@ def scan_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y like u, the final state, and for the backward pass the states before segments and a `Mix`.
 
-    Without an initial state, sequences begin with zeros.
+    Without an initial state, sequences start from zeros.
     """
     chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
     heads, num_modes = read.shape[-2:]
@@ -87,7 +85,7 @@ def scan_op(
             mix,
             *chunks.arguments,
             heads,
-            **_mix_options(u, num_modes, chunks, plan),
+            **plan.mix,
             num_warps=plan.tuning.mix_warps,
         )
         incoming = _states_before_segments(
@@ -131,9 +129,9 @@ def scan_backward_op(
     total: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, read, write, log_decay and the initial state, empty if there is none.
+    """Gradients of u, read, write, log_decay and the initial state (empty if there is none).
 
-    Without dfinal, nothing depends on the final state.
+    dfinal is None if nothing depends on the final state.
     """
     mix = Mix(gamma, read_in, write_out, total)
     chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
@@ -169,7 +167,7 @@ def scan_backward_op(
             *chunks.arguments,
             chunks.num_chunks * heads,
             heads,
-            **_mix_options(u, num_modes, chunks, plan),
+            **plan.mix,
             PARTS=num_parts,
             num_warps=plan.tuning.mix_backward_warps,
         )
@@ -189,7 +187,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *unused: None) -> tuple:
-    # Unpacked once: a checkpoint recomputes what is saved, and frees it as soon as it is read.
+    # Unpacked once: activation checkpointing recomputes saved tensors, and frees them once read.
     saved = ctx.saved_tensors
     u, initial = saved[0], saved[4]
     dy = torch.zeros_like(u) if dy is None else dy.contiguous()
@@ -202,7 +200,7 @@ scan_op.register_autograd(_gradients, setup_context=_save)
 
 
 def _count_flops(u_shape: Any, read_shape: Any, passes_pairs: int, passes_states: int) -> int:
-    """Of products of a token with the others of its chunk, and with the state of M modes."""
+    """FLOPs of the products of tokens with their chunk, and with the state of M modes."""
     *tokens, channels = u_shape
     pairs, states = passes_pairs * CHUNK, passes_states * read_shape[-1]
     return 2 * torch.Size(tokens).numel() * channels * (pairs + states)
@@ -210,7 +208,7 @@ def _count_flops(u_shape: Any, read_shape: Any, passes_pairs: int, passes_states
 
 @scan_op.register_flops
 def _(u_shape, read_shape, *rest, **options):
-    # gamma u; read_in S, and write_out^T u twice: for the states of segments and on the way.
+    # gamma u; read_in S, and write_out^T u twice: for the states of segments and in the walk.
     return _count_flops(u_shape, read_shape, 1, 3)
 
 
@@ -220,20 +218,8 @@ def _(dy_shape, dfinal_shape, u_shape, read_shape, *rest, **options):
     return _count_flops(u_shape, read_shape, 2, 6)
 
 
-def _mix_options(u: Tensor, num_modes: int, chunks: ChunkList, plan: Plan) -> dict[str, Any]:
-    """Constants of both kernels in `mix.py`."""
-    return {
-        "M": num_modes,
-        "BM": plan.modes,
-        "C": CHUNK,
-        "LEVELS": LEVELS,
-        "LAYOUT": chunks.layout,
-        "PRECISION": precision(u.dtype),
-    }
-
-
 def _sizes(u: Tensor, chunks: ChunkList, plan: Plan) -> tuple:
-    """What all walks take: the list of chunks, the segments, and H and D."""
+    """Arguments of all walks: the list of chunks, the segments, and H and D."""
     return (*chunks.arguments, chunks.num_chunks, plan.per_segment, *u.shape[2:])
 
 
@@ -247,7 +233,7 @@ def _states_before_segments(
     *,
     backward: bool,
 ) -> Tensor:
-    """The state before every segment, (S, H, BM, D) float32, in the order of the walk."""
+    """The state before each segment, (S, H, BM, D) float32, in the order of the walk."""
     heads, channels = x.shape[2:]
     shape = (plan.num_segments, heads, plan.modes, channels)
     state, incoming = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
@@ -273,7 +259,7 @@ def _states_before_segments(
 def _states_before_chunks(
     u: Tensor, mix: Mix, initial: Tensor | None, incoming: Tensor, chunks: ChunkList, plan: Plan
 ) -> Tensor:
-    """The state before every chunk, (N, H, BM, D) in the dtype of u."""
+    """The state before each chunk, (N, H, BM, D) in the dtype of u."""
     heads, channels = u.shape[2:]
     states = u.new_empty(chunks.num_chunks, heads, plan.modes, channels)
     states_kernel[plan.states.grid](

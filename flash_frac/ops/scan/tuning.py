@@ -1,4 +1,4 @@
-"""Launch parameters of the scan's kernels, measured ahead for each kind of GPU."""
+"""Pre-tuned launch parameters of the scan's kernels, for each kind of GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Walk(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """Launch parameters of the scan, measured ahead: nothing is tuned unless `autotune` is asked.
+    """Launch parameters of the scan, tuned in advance: only a call of `autotune` tunes again.
 
     Attributes:
-        programs: how many programs the walks are cut into, roughly.
-        mix_warps, mix_backward_warps: of the kernels in `ops/scan/mix.py`.
-        states, output, gradient: of the three walks.
+        programs: approximate number of programs of the walks.
+        mix_warps, mix_backward_warps: for the kernels in `ops/scan/mix.py`.
+        states, output, gradient: for the three walks.
     """
 
     programs: int
@@ -42,7 +42,7 @@ HOPPER = Tuning(
     output=Walk(channels=256, warps=4, stages=3),
     gradient=Walk(channels=128, warps=4, stages=3),
 )
-# Other GPUs with 16-bit inputs: fits the shared memory of any card since Ampere.
+# Other GPUs with 16-bit inputs: fits into shared memory of any GPU since Ampere.
 DEFAULT = Tuning(
     programs=512,
     mix_warps=1,
@@ -51,7 +51,7 @@ DEFAULT = Tuning(
     output=Walk(channels=64, warps=4, stages=2),
     gradient=Walk(channels=64, warps=4, stages=1),
 )
-# float32 multiplies in full precision, without tensor cores.
+# float32: products in full precision, without tensor cores.
 _FLOAT32_WALK = Walk(channels=32, warps=4, stages=1)
 FLOAT32 = Tuning(
     programs=512,
@@ -61,7 +61,7 @@ FLOAT32 = Tuning(
     output=_FLOAT32_WALK,
     gradient=_FLOAT32_WALK,
 )
-# What `ops/scan/autotune.py` has found, in this process.
+# Parameters that `ops/scan/autotune.py` has found in this process.
 TUNED: dict[tuple[torch.dtype, torch.device], Tuning] = {}
 
 

@@ -6,7 +6,7 @@
     gradient_kernel  du and all products with the states, walking backward
 
 A product with gamma carries an inf or NaN to earlier tokens of the chunk: zero times NaN is NaN.
-The last two run once more where a state has become bad, CAREFUL to take bad tokens out first.
+Where a state has become bad, the last two kernels run again with CAREFUL, which zeroes bad tokens.
 
 Walking backward, x is dy, weights are read_in, and the state is the gradient of the state. gamma,
 read_in, write_out and total come from `mix.py`; a program owns one segment, head and block of
@@ -25,11 +25,11 @@ from torch import Tensor
 from flash_frac.ops.arithmetic import decay_and_add, kept_parts
 from flash_frac.ops.scan.plan import locate_chunk
 
-# The log of what a new sequence keeps of the state before it, even if that is NaN. A sequence that
-# forgets all of its own past keeps at least FORGOTTEN, so that a NaN can be seen at its end.
+# Log of the share that a new sequence keeps of the previous one's state, even if that is NaN. A
+# sequence that forgets all its past keeps at least FORGOTTEN, so a NaN stays visible at its end.
 NOTHING_KEPT = tl.constexpr(float("-inf"))
 FORGOTTEN = tl.constexpr(-1e30)
-# Integers that differ from call to call: a kernel compiled for each value would be compiled often.
+# Integers that differ from call to call; specialising on them would recompile the kernel often.
 VARIES = ("num_tokens", "chunks_each", "num_chunks", "per_segment", "num_segments")
 
 
@@ -43,7 +43,7 @@ class Mix(NamedTuple):
 
 
 class ChannelSums(NamedTuple):
-    """Sums over the channels of a block, of which there are P, with S the state before a chunk.
+    """Sums over the channels of each of P blocks, with S the state before a chunk.
 
     pairs (P, N, H, C, C):        sum_d dy[t, d] u[k, d]
     read_state (P, N, H, C, BM):  sum_d dy[t, d] S[m, d]
@@ -78,7 +78,7 @@ def _move(b_state, b_total, b_weights, b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def _is_bad(b_x):
-    """Whether numbers are inf or NaN."""
+    """Elementwise, whether values are inf or NaN."""
     return (tl.abs(b_x) < float("inf")) == 0
 
 
@@ -87,7 +87,7 @@ def _any_bad_state(
     p_state, i_h, i_start, i_end, o_state, m_state, p_table, num_tokens, chunks_each, H, D,
     M: tl.constexpr, C: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Whether a state (Q, H, M, D) is bad among those of the sequences of chunks start to end."""
+    """Whether any sequence of chunks start to end has a bad state, of states (Q, H, M, D)."""
     first, _, _, _, _ = locate_chunk(i_start, p_table, num_tokens, chunks_each, C, LAYOUT)
     last, _, _, _, _ = locate_chunk(i_end - 1, p_table, num_tokens, chunks_each, C, LAYOUT)
     count = 0
@@ -100,7 +100,7 @@ def _any_bad_state(
 
 @triton.jit
 def _careful_dot(b_gamma, b_x, b_added, REVERSE: tl.constexpr, PRECISION: tl.constexpr):
-    """gamma x + added [C, BD], NaN at and after a bad x, or in REVERSE at and before it."""
+    """gamma x + added [C, BD]; NaN at and after a bad x, or with REVERSE at and before it."""
     b_bad = _is_bad(b_x)
     b_clean = tl.where(b_bad, 0.0, b_x)
     b_result = tl.dot(b_gamma, b_clean, b_added, input_precision=PRECISION)
@@ -110,7 +110,7 @@ def _careful_dot(b_gamma, b_x, b_added, REVERSE: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def _begin(b_state, p_given, o_given, m_state, begins):
-    """The state [BM, BD] where a sequence begins: what is given, or zeros."""
+    """The state [BM, BD] at the start of a sequence: the given one, or zeros."""
     b_given = tl.zeros_like(b_state)
     if p_given is not None:
         b_given = tl.load(p_given + o_given, mask=m_state & begins, other=0.0)
@@ -128,9 +128,9 @@ def states_kernel(
 ):  # fmt: skip
     """S <- exp(total) S + weights^T x, over the chunks of a segment.
 
-    Without EVERY_CHUNK it starts from zeros and leaves, for each segment, what it adds to a state
-    (S, H, BM, D) and the log of what it keeps of one (S, H, BM). With EVERY_CHUNK it starts from
-    p_incoming (S, H, BM, D) and leaves the state before every chunk (N, H, BM, D).
+    Without EVERY_CHUNK it starts from zeros and writes, for each segment, its contribution to the
+    state (S, H, BM, D) and the log of the share it keeps (S, H, BM). With EVERY_CHUNK it starts
+    from p_incoming (S, H, BM, D) and writes the state before each chunk (N, H, BM, D).
     p_x (B, T, H, D); p_weights (N, H, C, BM); p_total (N, H, BM); p_initial (Q, H, M, D) or None.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
@@ -172,8 +172,8 @@ def pass_kernel(
 ):  # fmt: skip
     """incoming[i + 1] = exp(total[i]) incoming[i] + state[i], from segment to segment.
 
-    One program a head, mode and block of channels [BD]. Its sums are the longest there are, so what
-    rounding loses is carried along. p_segment_state, p_incoming (S, H, BM, D); p_segment_total
+    One program per head, mode and block of channels [BD]. Its sums are the longest of all, so it
+    compensates for rounding errors. p_segment_state, p_incoming (S, H, BM, D); p_segment_total
     (S, H, BM).
     """
     i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -181,7 +181,7 @@ def pass_kernel(
     m_d = o_d < D
     b_state, b_lost = tl.zeros([BD], dtype=tl.float32), tl.zeros([BD], dtype=tl.float32)
     for i in range(0, num_segments, AHEAD):
-        # Loads do not depend on the state: the compiler sends several before the first is needed.
+        # Loads do not depend on the state, so the compiler issues several ahead of time.
         for j in tl.static_range(AHEAD):
             inside = i + j < num_segments
             o_row = ((i + j) * H + i_h) * BM + i_m
@@ -206,7 +206,7 @@ def output_kernel(
     """y = gamma u + read_in S, and S <- exp(total) S + write_out^T u, forward in time.
 
     p_u, p_y (B, T, H, D); p_mix a `Mix`; p_incoming (S, H, BM, D), the states before segments;
-    p_initial (or None) and p_final (Q, H, M, D). CAREFUL, it reads p_final and corrects y.
+    p_initial (or None) and p_final (Q, H, M, D). With CAREFUL it reads p_final and corrects y.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
@@ -255,10 +255,10 @@ def gradient_kernel(
 ):  # fmt: skip
     """du = gamma^T dy + write_out dS', and dS <- exp(total) dS' + read_in^T dy, backward in time.
 
-    On the way it leaves `ChannelSums` p_sums, from which `mix_backward_kernel` makes the gradients
-    of the weights. p_u, p_dy, p_du (B, T, H, D); p_mix a `Mix`; p_chunk_states (N, H, BM, D), the
+    It also writes `ChannelSums` p_sums, from which `mix_backward_kernel` computes the gradients of
+    the weights. p_u, p_dy, p_du (B, T, H, D); p_mix a `Mix`; p_chunk_states (N, H, BM, D), the
     states before chunks; p_incoming (S, H, BM, D), the gradients of the states after segments;
-    p_dfinal (or None) and p_dinitial (Q, H, M, D). CAREFUL, it reads p_dinitial and corrects du.
+    p_dfinal (or None) and p_dinitial (Q, H, M, D). With CAREFUL it reads p_dinitial and fixes du.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM

@@ -18,7 +18,7 @@ def swiglu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
     Args:
         gate: (..., E); half of a (..., 2 E) projection needs no copy.
         up: like gate, in shape and dtype.
-        backend: as in `frac_scan`. "triton" keeps gate and up for the gradient and nothing else.
+        backend: as in `frac_scan`. "triton" keeps only gate and up for the gradient.
 
     Example:
         >>> y = down_proj(swiglu(gate_proj(x), up_proj(x)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Differs from call to call: a kernel compiled for each value would be compiled often.
+# Differs from call to call; specialising on it would recompile the kernel often.
 VARIES = ("num_rows",)
 
 

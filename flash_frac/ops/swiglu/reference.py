@@ -1,4 +1,4 @@
-"""silu(gate) up in plain PyTorch, in float32 (float64 stays)."""
+"""silu(gate) up in plain PyTorch, in float32 (float64 for float64 inputs)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from torch import Tensor
 
 
 def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Plain-torch form of `swiglu`: the same arguments."""
+    """Plain-torch form of `swiglu`, with the same arguments."""
     dtype = torch.promote_types(gate.dtype, torch.float32)
     return (F.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)

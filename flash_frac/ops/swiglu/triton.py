@@ -1,7 +1,8 @@
 """The Triton backend of `swiglu`: operators of torch.library and the launches behind them.
 
-liger-kernel has such an operator too. Ours serves decoding and inference without that extra,
-follows torch.compile and dispatch modes by `Operator`, and takes strided halves of a projection.
+liger-kernel has this operator too. Ours needs no extra dependency for inference and decoding,
+supports torch.compile and dispatch modes through `Operator`, and takes strided halves of a
+projection.
 Letters: E width of a row.
 """
 
@@ -12,18 +13,18 @@ from flash_frac.ops.arithmetic import block_size, ceil_div, row_stride
 from flash_frac.ops.backends import operator
 from flash_frac.ops.swiglu.kernels import swiglu_backward_kernel, swiglu_forward_kernel
 
-# Elements of a program, and the most of them along a row.
+# Elements per program, and the most of them along a row.
 TILE, LONGEST_ROW = 2048, 1024
 
 
 def triton_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Backend "triton" of `swiglu`: the same arguments."""
+    """Backend "triton" of `swiglu`, with the same arguments."""
     gate, up = (x if row_stride(x) is not None else x.contiguous() for x in (gate, up))
     return swiglu_op(gate, up)
 
 
 def _launch(gate: Tensor, up: Tensor) -> tuple[tuple[int], dict[str, int | None]]:
-    """The grid, and sizes, strides and launch options."""
+    """Grid, sizes, strides and launch options."""
     size = gate.shape[-1]
     num_rows = gate.numel() // size
     width = min(block_size(size, smallest=1), LONGEST_ROW)
@@ -36,7 +37,7 @@ def _launch(gate: Tensor, up: Tensor) -> tuple[tuple[int], dict[str, int | None]
 
 @operator("swiglu")
 def swiglu_op(gate: Tensor, up: Tensor) -> Tensor:
-    """y like gate, contiguous. Rows of gate and up may be apart."""
+    """y like gate, contiguous. Rows of gate and up may be strided."""
     y = gate.new_empty(gate.shape)
     grid, options = _launch(gate, up)
     with torch.cuda.device_of(gate):
