@@ -1,5 +1,5 @@
-"""From a model to tokens: `Engine` for many requests, `Generator` for batches, `FracStream` for
-states to hold and continue."""
+"""Inference: `Engine` serves many requests, `Generator` runs batches, and `FracStream` holds a
+state that you can save, fork and continue."""
 
 from flash_frac.inference.engine import Engine
 from flash_frac.inference.generator import Generator

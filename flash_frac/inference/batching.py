@@ -1,8 +1,8 @@
-"""transformers' continuous batching over our engine: `generate_batch`, and its server's option.
+"""transformers' continuous batching on our engine: `generate_batch`, and its server's option.
 
 `FracForCausalLM.init_continuous_batching` returns `EngineManager`, which has the methods of
-transformers' own manager and returns its `GenerationOutput`. What asks for more than the engine can
-do is refused by name. Keys and values are not paged, so options of pages are refused as well.
+transformers' own manager and returns its `GenerationOutput`. An option that the engine does not
+support raises an error that names it; so do paging options, because the KV cache is not paged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from random import Random
 from threading import Condition, Thread
@@ -21,75 +20,42 @@ from typing import Any, TypeAlias
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from flash_frac.inference.batching_requests import Running
 from flash_frac.inference.engine import Engine
-from flash_frac.inference.generation_settings import check_batching, end_tokens, settings_of
-from flash_frac.inference.sampling import SamplingSettings
-from flash_frac.inference.scheduling import QueueFull, Request, Update
+from flash_frac.inference.generation_settings import (
+    changed_settings,
+    check_batching,
+    end_tokens,
+    longest_request,
+    settings_of,
+)
+from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request, Update
 from flash_frac.models import FracForCausalLM
 
 Handler: TypeAlias = tuple[Callable[[Any], object], asyncio.AbstractEventLoop]
-# The attribute of a model with the manager that outlives its session.
+# The model attribute that keeps a manager for the next session.
 KEPT = "_cached_continuous_batching_manager"
-# Rows of the engine where nothing says how many requests come.
+# Slots of the engine if the number of requests is unknown.
 SLOTS = 64
-# What a queue without a bound is to the engine, and how long to wait for room in one with a bound.
+# Length of an unbounded queue, and seconds to wait for room in a bounded one.
 UNBOUNDED, PATIENCE = 2**31, 10.0
-
-
-@dataclass
-class _Running:
-    """A request under way, as transformers describes it."""
-
-    request_id: str
-    prompt: list[int]
-    streaming: bool
-    timestamps: list[float] | None
-    created: float = field(default_factory=time.perf_counter)
-    begun: float = -1
-    ended: bool = False
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def take(self, update: Update) -> GenerationOutput | None:
-        """The output after an update, if there is one to deliver."""
-        now = time.perf_counter()
-        self.begun = now if self.begun < 0 else self.begun
-        self.tokens += update.tokens
-        self.logprobs += update.logprobs
-        self.ended = update.finished is not None
-        if self.timestamps is not None:
-            self.timestamps += [now] * len(update.tokens)
-        if not self.ended and not self.streaming:
-            return None
-        failed = update.finished in ("error", "cancelled")
-        ended = RequestStatus.FAILED if failed else RequestStatus.FINISHED
-        return GenerationOutput(
-            request_id=self.request_id,
-            prompt_ids=self.prompt,
-            generated_tokens=self.tokens[:],
-            logprobs=self.logprobs[:],
-            error=(update.error or "the request was cancelled") if failed else None,
-            status=ended if self.ended else RequestStatus.DECODING,
-            created_time=self.created,
-            lifespan=(self.begun, now if self.ended else -1),
-            timestamps=None if self.timestamps is None else self.timestamps[:],
-        )
 
 
 class EngineManager:
     """Takes requests and returns results, as transformers' ContinuousBatchingManager does.
 
-    Results go to the handler of their request, if there is one, and else wait for `get_result` or
-    one of the loops. A request that is cancelled ends with an output whose status is FAILED.
+    A result goes to the handler of its request if there is one; otherwise it waits for
+    `get_result` or an iterator. A request that the engine refuses, and one that is cancelled, ends
+    with an output of status FAILED.
 
     Args:
-        model: in eval mode from here on.
-        generation_config: how tokens are chosen, unless a request says otherwise.
-        continuous_batching_config: transformers' own; its options of pages must not be set.
-        workload_hints: how many requests come, and how long they are.
+        model: is put into eval mode.
+        generation_config: default sampling settings; a request may override them.
+        continuous_batching_config: transformers' own; its paging options must not be set.
+        workload_hints: expected number and length of requests.
 
     Attributes:
-        engine: what runs them.
+        engine: runs the requests.
 
     Example:
         >>> with model.init_continuous_batching() as manager:
@@ -105,22 +71,17 @@ class EngineManager:
         workload_hints: Any = None,
     ) -> None:
         check_batching(continuous_batching_config)
-        self.generation_config = generation_config
+        self.use(generation_config)
         self.continuous_batching_config = continuous_batching_config
-        self.settings = settings_of(generation_config)
-        if self.settings.stop:
-            raise ValueError(
-                "generation_config must have no stop_strings: they need a tokenizer, which is not "
-                "given here; use eos_token_id, model.generate, or frac serve"
-            )
-        option = partial(_option, continuous_batching_config)
+        # Some releases of transformers have no such option.
+        option: Any = partial(getattr, continuous_batching_config)
         self._logprobs = 0 if option("return_logprobs", False) else None
         self._seeds = None if option("seed", None) is None else Random(option("seed", None))
         self.model: Any = model.eval()
         self.engine = Engine(
             model,
             slots=option("max_requests_per_batch", 0) or self._slots_for(workload_hints),
-            max_length=_longest(model, workload_hints),
+            max_length=longest_request(model.config, workload_hints),
             max_waiting=option("max_queue_size", 0) or UNBOUNDED,
             **({"piece": piece} if (piece := option("max_batch_tokens", 0)) else {}),
         )
@@ -128,10 +89,26 @@ class EngineManager:
         self._ending: Thread | None = None
         self._counter = 0
         self._changed = Condition()
-        # Under its lock: results that nobody has taken, handlers, ids of the engine by name.
+        # Guarded by its lock: unclaimed results, handlers, and the engine's ids by request name.
         self._results: deque[GenerationOutput] = deque()
         self._handlers: dict[str, Handler] = {}
         self._ids: dict[str, int] = {}
+
+    def use(self, generation_config: GenerationConfig) -> None:
+        """Set the default settings of the next requests."""
+        settings = settings_of(generation_config)
+        if settings.stop:
+            raise ValueError(
+                "generation_config must have no stop_strings: they need a tokenizer, which this "
+                "call does not have; use eos_token_id, model.generate, or frac serve"
+            )
+        self.generation_config, self.settings = generation_config, settings
+
+    def fits(self, continuous_batching_config: Any, workload_hints: Any) -> bool:
+        """Whether this manager works, with these options and room for the longest request."""
+        known, longest = self.engine.max_length, longest_request(self.model.config, workload_hints)
+        same = continuous_batching_config in (None, self.continuous_batching_config)
+        return same and (known is None or (longest or 0) <= known) and self.fatal_error is None
 
     def _slots_for(self, hints: Any) -> int:
         expected = getattr(hints, "num_requests", 0) * self.settings.num_answers
@@ -139,7 +116,7 @@ class EngineManager:
 
     @property
     def fatal_error(self) -> BaseException | None:
-        """The error after which the engine answers no more; None so far."""
+        """The error that stopped the engine, or None."""
         return self.engine.failed
 
     @property
@@ -148,17 +125,17 @@ class EngineManager:
         return self
 
     def warmup(self) -> None:
-        """Record graphs before the first request."""
+        """Record CUDA graphs before the first request."""
         if not self._started:
             self.engine.warm_up()
         self.warmed_up = True
 
     def is_running(self) -> bool:
-        """Whether requests are answered now."""
+        """Whether the engine is answering requests."""
         return self._started and self.fatal_error is None
 
     def start(self) -> None:
-        """Begin to answer requests, in a thread."""
+        """Start to answer requests in a background thread."""
         if not self._started:
             self.join()
             self.engine.start()
@@ -171,18 +148,24 @@ class EngineManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Answer no more requests.
+        """Stop answering requests.
 
         Args:
-            block: wait until all requests have ended, or `timeout` seconds.
-            keep_for_next_session: the model's next manager is this one.
-            hard_stop: end requests now, with what they have.
+            block: wait until all requests have ended, at most `timeout` seconds.
+            keep_for_next_session: reuse this manager in the model's next session.
+            hard_stop: end running requests now, with the tokens they have.
         """
-        if not self._started:
-            return
-        self._started = False
-        self._ending = Thread(target=self.engine.stop, kwargs={"drain": not hard_stop}, daemon=True)
-        self._ending.start()
+        if self._started:
+            self._started = False
+            drain = {"drain": not hard_stop}
+            self._ending = Thread(target=self.engine.stop, kwargs=drain, daemon=True)
+            self._ending.start()
+        if hard_stop:
+            with self._changed:
+                running = [*self._ids]
+            # Also those for which an earlier stop is waiting.
+            for name in running:
+                self.cancel_request(name)
         if block:
             self.join(timeout=timeout)
         if keep_for_next_session:
@@ -191,12 +174,12 @@ class EngineManager:
             self._changed.notify_all()
 
     def join(self, stop_trigger_time: float = 0, timeout: float | None = None) -> None:
-        """Wait until all requests have ended, after `stop`."""
+        """After `stop`, wait until all requests have ended."""
         if self._ending is not None:
             self._ending.join(timeout)
 
     def destroy(self) -> None:
-        """End the manager."""
+        """Stop now, without waiting for running requests to finish."""
         self.stop(hard_stop=True)
 
     def __enter__(self) -> EngineManager:
@@ -216,39 +199,40 @@ class EngineManager:
         eos_token_id: int | Sequence[int] | None = None,
         **sampling: Any,
     ) -> str:
-        """Ask for an answer; the name that its outputs have.
+        """Queue a prompt and return the request id of its outputs.
 
         Args:
             input_ids: the prompt.
-            request_id: a name; by default one is made.
-            max_new_tokens: by default that of the generation_config; one of both must be there.
-            streaming: an output for each token, with all tokens so far, and not only the last.
-            record_timestamps: whether outputs have a time for each token.
-            eos_token_id: what ends the answer; by default that of the generation_config.
-            sampling: fields of `SamplingSettings` that differ for this request, or `seed`.
+            request_id: generated by default; must not be that of a running request.
+            max_new_tokens: required here or in the generation_config, which is the default.
+            streaming: deliver an output after each token, with all tokens so far.
+            record_timestamps: record a time for each token.
+            eos_token_id: token ids that end the answer; by default the generation_config's.
+            sampling: fields of `SamplingSettings` to override for this request, or `seed`.
         """
         limit = self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
         if limit is None:
             raise ValueError(
                 "max_new_tokens must be given, here or in the generation_config: the state of a "
-                "Frac model never fills up, so that nothing else would end an answer"
+                "Frac model never fills up, so nothing else would end an answer"
             )
         if request_id is None:
             request_id = self._names(1)[0]
-        request = Request(
-            prompt=list(input_ids),
-            max_new_tokens=limit,
-            sampling=_changed(self.settings.sampling, sampling),
-            eos_token_ids=(
+        prompt = list(input_ids)
+        fields = {
+            "max_new_tokens": limit,
+            "sampling": changed_settings(self.settings.sampling, sampling),
+            "eos_token_ids": (
                 self.settings.eos_token_ids if eos_token_id is None else end_tokens(eos_token_id)
             ),
-            logprobs=self._logprobs,
-        )
+            "logprobs": self._logprobs,
+        }
         for n in range(self.settings.num_answers):
             # transformers' names for the further answers to a prompt.
             name = request_id if n == 0 else f"{request_id}__child#{n - 1}"
             seed = sampling.get("seed", self._seeds.getrandbits(62) if self._seeds else None)
-            self._submit(name, replace(request, seed=seed), streaming, record_timestamps)
+            running = Running(name, prompt, streaming, [] if record_timestamps else None)
+            self._submit(running, fields | {"seed": seed})
         return request_id
 
     def add_requests(
@@ -259,7 +243,7 @@ class EngineManager:
         record_timestamps: bool = False,
         **sampling: Any,
     ) -> list[str]:
-        """`add_request` for each prompt; their names."""
+        """Call `add_request` for each prompt; return the request ids."""
         names = self._names(len(inputs))
         for name, ids in zip(names, inputs, strict=True):
             self.add_request(ids, name, max_new_tokens, streaming, record_timestamps, **sampling)
@@ -271,23 +255,32 @@ class EngineManager:
             self._counter += number
         return [f"req_{n}" for n in range(first, first + number)]
 
-    def _submit(self, name: str, request: Request, streaming: bool, timed: bool) -> None:
-        running = _Running(name, list(request.prompt), streaming, [] if timed else None)
-        give_up = time.monotonic() + PATIENCE
-        while True:
-            try:
-                id = self.engine.submit(request, partial(self._take, running))
-                break
-            except QueueFull:
-                if time.monotonic() > give_up:
-                    raise
-                time.sleep(0.01)
-        with self._changed:
-            if not running.ended:
-                self._ids[name] = id
+    def _submit(self, running: Running, fields: dict[str, Any]) -> None:
+        """Queue a request; like transformers, end it with status FAILED if the engine refuses it.
 
-    def _take(self, running: _Running, update: Update) -> None:
-        """An update, in the thread of the engine."""
+        An error here would end `generate_batch`, which then returns no answer at all.
+        """
+        name, give_up = running.request_id, time.monotonic() + PATIENCE
+        while True:
+            with self._changed:
+                if name in self._ids:
+                    raise ValueError(
+                        f"request_id must not be that of a running request, got {name!r}"
+                    )
+                try:
+                    request = Request(prompt=running.prompt, **fields)
+                    self._ids[name] = self.engine.submit(request, partial(self._take, running))
+                    return
+                except ValueError as error:
+                    return self._take(running, Update(-1, finished="error", error=str(error)))
+                except (QueueFull, EngineStopped) as error:
+                    if isinstance(error, EngineStopped) or time.monotonic() > give_up:
+                        self._handlers.pop(name, None)
+                        raise
+            time.sleep(0.01)
+
+    def _take(self, running: Running, update: Update) -> None:
+        """Handle an update; runs in the engine's thread."""
         output = running.take(update)
         with self._changed:
             if running.ended:
@@ -297,20 +290,20 @@ class EngineManager:
                 self._changed.notify_all()
 
     def _hand_over(self, output: GenerationOutput) -> bool:
-        """Give an output to the handler of its request; whether there is one."""
+        """Pass an output to the handler of its request; return whether there is one."""
         handler = self._handlers.get(output.request_id)
         if handler is None:
             return False
         if output.status >= RequestStatus.FINISHED:
             del self._handlers[output.request_id]
         callback, loop = handler
-        # A loop that is closed has nobody who waits.
+        # Nobody waits on a closed event loop.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, output)
         return True
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request with what it has; nothing happens if it has ended."""
+        """End a request with the tokens it has; do nothing if it has already ended."""
         with self._changed:
             id = self._ids.get(request_id)
         if id is not None:
@@ -319,7 +312,7 @@ class EngineManager:
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], object]
     ) -> None:
-        """Call a function, in the event loop that runs now, with each output of a request."""
+        """Call `callback` in the running event loop with each output of a request."""
         with self._changed:
             self._handlers[request_id] = (callback, asyncio.get_running_loop())
             waiting = [output for output in self._results if output.request_id == request_id]
@@ -330,8 +323,8 @@ class EngineManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """The next output, of a request if it is named; None after `timeout` seconds, or when none
-        can come any more."""
+        """The next output, of `request_id` if given. None after `timeout` seconds, or if no more
+        can come."""
 
         def find() -> GenerationOutput | None:
             known = (x for x in self._results if request_id in (None, x.request_id))
@@ -344,14 +337,14 @@ class EngineManager:
             return output
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, until the manager is stopped."""
+        """Yield outputs as they come, until the manager stops."""
         while self.is_running() or self._results:
             output = self.get_result(timeout=0.1)
             if output is not None:
                 yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Outputs of one request as they come."""
+        """Yield the outputs of one request as they come."""
         while self.is_running() or self._results:
             output = self.get_result(request_id, timeout=0.1)
             if output is not None:
@@ -360,41 +353,31 @@ class EngineManager:
                     return
 
 
-def _option(config: Any, name: str, default: Any) -> Any:
-    """An option that not every release of transformers has."""
-    return getattr(config, name, default)
-
-
-def _longest(model: Any, hints: Any) -> int | None:
-    """Tokens of the longest request, if hints say so and buffers are made for it; else None."""
-    if "attention" not in (model.config.mixer_types or ()):
-        return None
-    prompt, new = (getattr(hints, f"max_{kind}_length", 0) for kind in ("prompt", "generated"))
-    return prompt + new if prompt and new else None
-
-
-def _changed(settings: SamplingSettings, changes: dict[str, Any]) -> SamplingSettings:
-    """Settings of one request; ValueError names what is no field of them."""
-    known = {field.name for field in fields(SamplingSettings)}
-    unknown = sorted(set(changes) - known - {"seed"})
-    if unknown:
-        raise ValueError(
-            f"add_request must be called with settings among {', '.join(sorted(known))} and seed, "
-            f"got {', '.join(unknown)}"
-        )
-    return replace(settings, **{name: changes[name] for name in known & set(changes)})
-
-
 def make_manager(
     model: Any,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> EngineManager:
-    """The manager of `init_continuous_batching`: a new one, or the one that was kept."""
-    if (kept := getattr(model, KEPT, None)) is not None:
-        return kept
+    """Return the model's kept manager, or a new one, for `init_continuous_batching`.
+
+    A kept manager takes a new generation_config; other sizes need a new manager.
+    """
     config = model.generation_config if generation_config is None else generation_config
     if continuous_batching_config is None:
         continuous_batching_config = getattr(config, "continuous_batching_config", None)
+    kept: EngineManager | None = getattr(model, KEPT, None)
+    if kept is not None:
+        fits = kept.fits(continuous_batching_config, workload_hints)
+        same = generation_config is None or settings_of(config) == kept.settings
+        if kept.is_running() and not (fits and same):
+            raise ValueError(
+                "the kept manager is running with other settings or sizes; stop it, or call "
+                "destroy_cached_continuous_batching_manager()"
+            )
+        if fits:
+            if not same:
+                kept.use(config)
+            return kept
+        model.destroy_cached_continuous_batching_manager()
     return EngineManager(model, config, continuous_batching_config, workload_hints)

@@ -1,12 +1,14 @@
-"""A model at the terminal: one continuation, or a conversation, with a state that can be kept."""
+"""Stream a model's continuation to the terminal, and save its state."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -14,37 +16,49 @@ from flash_frac.inference import FracStream
 from flash_frac.inference.sampling import SamplingSettings
 from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
 
-# What ends a process from outside: a supervisor or `kill`, and a terminal that is closed.
+# Sent by a supervisor or `kill`, and by a terminal that closes.
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def open_stream(
-    checkpoint: str | Path, state: str | Path | None = None, *, tokenizer: Any = None
+    checkpoint: str | Path,
+    state: str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    quantize: str | None = None,
 ) -> FracStream:
-    """A stream of the model and tokenizer in `checkpoint`, from a saved state if one is named.
+    """Open a stream on the model and tokenizer in `checkpoint`, from a saved state if given.
 
-    A tokenizer that is given takes the place of the checkpoint's own.
+    `tokenizer` replaces the checkpoint's own. `quantize` is "int8" or "fp8" for 8-bit weights.
 
     Example: `open_stream("quickstart/final", "yesterday.state").generate(max_new_tokens=100)`
     """
     found = find_checkpoint(checkpoint)
     if tokenizer is None:
         tokenizer = find_tokenizer(found)
-    model = load_model(found, dtype="auto")
+    model = load_model(found, dtype="auto", quantize=quantize)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     if state is None:
         return FracStream(model, tokenizer)
     return FracStream.load(state, model, tokenizer)
 
 
+class Saves(Protocol):
+    """A stream, or a conversation that may switch streams."""
+
+    def save(self, path: Path) -> None:
+        """Write the state to a file."""
+        ...
+
+
 @contextmanager
-def saving(stream: FracStream, path: Path | None, say: Callable[[str], object]) -> Iterator[None]:
-    """Save a stream when the block ends, and say so, however it ends: by SIGTERM or SIGHUP too.
+def saving(stream: Saves, path: Path | None, say: Callable[[str], object]) -> Iterator[None]:
+    """Save a stream when the block ends for any reason, including SIGTERM and SIGHUP, and say so.
 
-    Those raise SystemExit with a shell's code for them, 128 and the number of the signal. While the
-    file is written, they are ignored. Without a path nothing is saved, and no signal is handled.
+    These signals raise SystemExit with the shell's exit code, 128 + the signal number. They are
+    ignored while the file is written. Without a path, nothing is saved and no signal is handled.
 
-    Example: `with saving(stream, Path("today.state"), print): converse(stream, ...)`
+    Example: `with saving(stream, Path("today.state"), print): continue_text(stream, ...)`
     """
     if path is None:
         yield
@@ -53,7 +67,7 @@ def saving(stream: FracStream, path: Path | None, say: Callable[[str], object]) 
     def end(number: int, *unused: object) -> None:
         raise SystemExit(128 + number)
 
-    # What is ignored already, by nohup, stays so.
+    # A signal that nohup ignores stays ignored.
     handled = [x for x in _ENDS if signal.getsignal(x) is not signal.SIG_IGN]
     before = {x: signal.signal(x, end) for x in handled}
     try:
@@ -69,6 +83,26 @@ def saving(stream: FracStream, path: Path | None, say: Callable[[str], object]) 
                 signal.signal(number, handler)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """How a continuation ended, and how fast it came.
+
+    Attributes:
+        end: "stop" if the model ended it, "length" at the limit, "interrupt" after Ctrl-C.
+        num_tokens: number of new tokens.
+        seconds: time to generate them.
+    """
+
+    end: Literal["stop", "length", "interrupt"]
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed."""
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+
 def continue_text(
     stream: FracStream,
     prompt: str,
@@ -78,11 +112,11 @@ def continue_text(
     max_new_tokens: int | None,
     seed: int | None = None,
     echo: bool = False,
-) -> bool:
-    """Feed a prompt and write what follows, as it comes; whether it came to its end.
+) -> Answer:
+    """Feed a prompt and write the continuation as it comes.
 
-    An interrupt (Ctrl-C) ends it early. What was written, and nothing else, is in the state. With
-    `echo` the prompt is written first, once all arguments were found to be right.
+    Ctrl-C ends it early. The state then holds exactly the text written so far. With `echo`, the
+    prompt is written first, after all arguments are checked.
 
     Example: `continue_text(stream, "Once", print, sampling=GREEDY, max_new_tokens=100)`
     """
@@ -91,47 +125,18 @@ def continue_text(
     pieces = stream.sample(sampling, max_new_tokens=max_new_tokens, seed=seed)
     if echo:
         write(prompt)
+    start, before = time.perf_counter(), stream.num_tokens
     try:
-        for piece in pieces:
-            write(piece)
+        end = "stop" if _write_all(pieces, write) else "length"
     except KeyboardInterrupt:
-        return False
-    return True
+        end = "interrupt"
+    return Answer(end, stream.num_tokens - before, time.perf_counter() - start)
 
 
-def converse(
-    stream: FracStream,
-    read: Callable[[], str],
-    write: Callable[[str], object],
-    *,
-    sampling: SamplingSettings,
-    max_new_tokens: int | None,
-) -> None:
-    """Take lines in turn with the model until the end of input (Ctrl-D).
-
-    An interrupt ends the model's turn, and the state stays. The line "/back" undoes the last turn,
-    the reader's line and the answer both.
-
-    Example: `converse(stream, input, print, sampling=GREEDY, max_new_tokens=400)`
-    """
+def _write_all(pieces: Generator[str, None, bool], write: Callable[[str], object]) -> bool:
+    """Write all pieces; return the generator's value: whether the model ended the text."""
     while True:
         try:
-            line = read()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            write("\n(Ctrl-D ends)\n")
-            continue
-        if line.strip() == "/back":
-            try:
-                stream.rollback()
-                stream.release()
-                write("(one turn back)\n")
-            except ValueError:
-                write("(there is no turn to undo)\n")
-            continue
-        stream.mark()
-        ended = continue_text(
-            stream, line + "\n", write, sampling=sampling, max_new_tokens=max_new_tokens
-        )
-        write("\n" if ended else "\n(interrupted)\n")
+            write(next(pieces))
+        except StopIteration as done:
+            return done.value

@@ -1,8 +1,8 @@
-"""The engine: many requests at once on one model, in memory that is claimed when it is made.
+"""The engine: continuous batching on one model, in memory allocated when the engine is built.
 
-A request waits, then its prompt is read, in pieces, then it has a slot until it ends. A step reads
-at most one piece of prompts, and then gives every sequence in a slot its next token, from one CUDA
-graph for each number of rows.
+A request waits in a queue, its prompt is read in pieces, and then it has a slot until it ends. A
+step reads at most one piece of prompts and then decodes one token for every slot in use, with one
+CUDA graph for each number of rows.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ from flash_frac.models import FracForCausalLM
 
 logger = logging.get_logger(__name__)
 
-# Tokens of prompt and answer for which layers that see all tokens get room, by default.
+# Default tokens of prompt and answer that the KV cache of full-attention layers can hold.
 MAX_LENGTH = 4096
 
 
 class Engine:
-    """Continues many prompts at once; requests join and leave at any step.
+    """Decodes many requests concurrently; they join and leave at any step.
 
     One thread runs it: the caller's, which calls `step`, or its own, between `start` and `stop`.
-    `submit`, `cancel`, `stream` and `stats` may be called from any thread. Greedy tokens are those
-    of `model.generate`, whatever else is running.
+    `submit`, `cancel`, `stream` and `stats` may be called from any thread. Greedy tokens equal
+    those of `model.generate`, whatever else is running.
 
     Args:
         model: on any device, in eval mode.
-        slots: sequences at once.
-        max_length: tokens of prompt and answer at most. None: no limit for a model without layers
-            that see all tokens, and MAX_LENGTH for others, whose buffers have this length.
-        piece: tokens of prompts that are read between two steps at most.
-        max_waiting: requests that may wait for a slot; beyond it `submit` raises `QueueFull`.
+        slots: maximum number of concurrent sequences.
+        max_length: maximum tokens of prompt and answer. None means no limit for a model without
+            full-attention layers, and MAX_LENGTH for others; their KV cache has this length.
+        piece: maximum number of prompt tokens read between two decode steps.
+        max_waiting: maximum requests without a slot; beyond it, `submit` raises `QueueFull`.
         tokenizer: for requests with stop texts.
-        prefixes: keeps states of prompts and answers, so that a prompt which begins like another
-            one is read from there on.
-        late: read tokens one step late, while the device computes the next; None: on GPUs.
+        prefixes: prefix cache; a prompt that starts like an earlier one is read from where they
+            differ.
+        late: copy tokens to the host one step late, while the device computes the next; None means
+            only on GPUs.
 
     Attributes:
-        failed: the error of a step, after which the engine is of no use; None so far.
+        failed: the error that stopped the engine for good, or None.
+        warmed_up: whether `warm_up` has run.
 
     Example:
         >>> engine = Engine(model, slots=64)
@@ -100,92 +102,83 @@ class Engine:
             late=self._device.type == "cuda" if late is None else late,
             prefixes=None if prefixes is None else prefixes.bind(model),
         )
+        if prefixes is not None:
+            prefixes.check_memory()
         self.failed: BaseException | None = None
         self._ids = itertools.count()
-        # What other threads touch, under this lock, is what waits and what is to be cancelled.
+        # Other threads touch only the queue and the set of cancelled ids, under this lock.
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._stopping = self._dropping = False
+        self._stopping = self._dropping = self.warmed_up = False
         self._idle = True
         self._updates: list[Update] = []
         self._finished: dict[Finished, int] = dict.fromkeys(
             ("stop", "length", "cancelled", "error"), 0
         )
-        self._new_tokens = 0
+        self._submitted = self._new_tokens = 0
 
     def submit(self, request: Request, on_update: Callable[[Update], object] | None = None) -> int:
-        """Ask for an answer; the id that its updates have.
+        """Queue a request and return the id of its updates.
 
         Args:
-            on_update: called with each update, in the thread that runs the engine.
+            on_update: called with each update, in the engine's thread.
 
         Raises:
             ValueError: the request can never be answered.
             QueueFull: too many requests are waiting.
-            EngineStopped: the engine was stopped, or has failed.
+            EngineStopped: the engine was stopped or has failed.
 
         Example: `id = engine.submit(Request(prompt=ids, max_new_tokens=9), print)`
         """
-        self._check(request)
+        request.check(self.model.config.vocab_size, self.max_length)
+        if request.stop and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer; pass one to Engine, or leave stop out")
         job = Job(next(self._ids), request, on_update, self.tokenizer)
         with self._lock:
             self._check_alive()
             if self._stopping:
-                raise EngineStopped("the engine was stopped and takes no requests; call start()")
-            if len(self._waiting) >= self.max_waiting:
+                raise EngineStopped("the engine is stopped and accepts no requests; call start()")
+            # Requests get free slots only at the next step.
+            if self._submitted - sum(self._finished.values()) >= self.slots + self.max_waiting:
                 raise QueueFull(
-                    f"{len(self._waiting)} requests are waiting (max_waiting); try again later"
+                    f"all {self.slots} slots are taken and {self.max_waiting} requests are waiting "
+                    "(max_waiting); try again later"
                 )
+            self._submitted += 1
             self._waiting.append(job)
             self._lock.notify()
         return job.id
 
-    def _check(self, request: Request) -> None:
-        vocabulary, limit = self.model.config.vocab_size, self.max_length
-        low, high = min(request.prompt), max(request.prompt)
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"prompt must have ids in [0, {vocabulary}), the vocabulary, got {low} to {high}"
-            )
-        length, num_new = len(request.prompt), request.max_new_tokens
-        if limit is not None and length + num_new > limit:
-            raise ValueError(
-                f"prompt ({length} tokens) and max_new_tokens ({num_new}) must be at most "
-                f"{limit} together, the engine's max_length; shorten one of them"
-            )
-        if any(not 0 <= n <= length for n in request.boundaries):
-            raise ValueError(
-                f"boundaries must be between 0 and the prompt's length ({length}), got "
-                f"{list(request.boundaries)}"
-            )
-        if request.stop and self.tokenizer is None:
-            raise ValueError("stop needs a tokenizer; make the engine with one, or leave it out")
-
     def _check_alive(self) -> None:
         if self.failed is not None:
-            raise EngineStopped(f"the engine has failed: {_in_words(self.failed)}; make another")
+            raise EngineStopped(f"the engine has failed: {_in_words(self.failed)}; build a new one")
 
     def cancel(self, id: int) -> None:
-        """End a request at the next step, with what it has; nothing happens if it has ended."""
+        """End a request at the next step, with the tokens it has; do nothing if it has ended."""
         with self._lock:
             self._cancelled.add(id)
             self._lock.notify()
 
     def stream(self, request: Request) -> Iterator[Update]:
-        """The updates of one request as they come; leaving the loop cancels it.
+        """Yield the updates of one request as they come; leaving the loop cancels it.
 
-        The caller's thread runs the steps if the engine has none of its own.
+        If the engine has no thread of its own, the caller's thread runs the steps.
 
         Example: `for update in engine.stream(request): print(update.tokens)`
         """
-        updates: SimpleQueue[Update] = SimpleQueue()
-        return self._follow(self.submit(request, updates.put), updates)
+        followed = self._follow(request)
+        # Enter its `try`, or closing it before the first update does nothing.
+        next(followed)
+        return followed
 
-    def _follow(self, id: int, updates: SimpleQueue[Update]) -> Iterator[Update]:
-        finished = False
+    def _follow(self, request: Request) -> Iterator[Update]:
+        """Submit a request and yield an empty update, then its own."""
+        updates: SimpleQueue[Update] = SimpleQueue()
+        id, finished = self.submit(request, updates.put), False
         try:
+            yield Update(id)
             while not finished:
                 while self._thread is None and updates.empty():
                     self.step()
@@ -197,7 +190,7 @@ class Engine:
                 self.cancel(id)
 
     def stats(self) -> EngineStats:
-        """What the engine is doing, and what it has done."""
+        """Current load and totals."""
         runner = self._runner
         return EngineStats(
             slots=self.slots,
@@ -213,21 +206,21 @@ class Engine:
         )
 
     def start(self) -> Engine:
-        """Run the engine in a thread of its own."""
+        """Run the engine in its own thread."""
         with self._lock:
             self._check_alive()
             if self._thread is not None:
-                raise RuntimeError("the engine was started already; call stop() before")
+                raise RuntimeError("the engine is already running; call stop() first")
             self._stopping = self._dropping = False
             self._thread = threading.Thread(target=self._work, name="flash-frac", daemon=True)
         self._thread.start()
         return self
 
     def stop(self, *, drain: bool = True) -> None:
-        """Take no requests any more, and return when there are none.
+        """Accept no more requests, and return when none are left.
 
         Args:
-            drain: answer those that are there; else cancel them.
+            drain: finish the current requests; otherwise cancel them.
         """
         with self._lock:
             self._stopping, self._dropping = True, not drain
@@ -245,7 +238,7 @@ class Engine:
         self.stop(drain=kind is None)
 
     def _work(self) -> None:
-        """What the engine's thread does."""
+        """Main loop of the engine's thread."""
         try:
             self.warm_up()
             while self._wait_for_work():
@@ -254,7 +247,7 @@ class Engine:
             logger.error(f"the engine has failed: {_in_words(error)}", exc_info=error)
 
     def _wait_for_work(self) -> bool:
-        """Whether there is some; False if there is none and will be none."""
+        """Wait until there is work; return False if there is none and the engine is stopping."""
         with self._lock:
             while not self._has_work():
                 if self._stopping:
@@ -266,24 +259,25 @@ class Engine:
         return bool(self._waiting or self._cancelled or self._runner.has_work)
 
     def warm_up(self) -> None:
-        """Record the graphs of all numbers of rows, before the first request; `start` does it."""
+        """Record the CUDA graphs of all numbers of rows; `start` calls this."""
         with self._guarded():
             self._runner.warm_up()
+        self.warmed_up = True
 
     def run_until_idle(self) -> list[Update]:
-        """All updates until every request has ended."""
+        """Run steps until every request has ended; return all updates."""
         updates = []
         while self._has_work():
             updates += self.step()
         return updates
 
     def step(self) -> list[Update]:
-        """Read at most one piece of prompts, and give each sequence in a slot its next token.
+        """Read at most one piece of prompts, and decode one token for each slot in use.
 
-        An error of the step ends all requests with it, and the engine.
+        An error ends all requests and the engine.
         """
         if self._thread not in (None, threading.current_thread()):
-            raise RuntimeError("the engine runs in a thread of its own; call stop() before step()")
+            raise RuntimeError("the engine runs in its own thread; call stop() before step()")
         self._check_alive()
         with self._guarded():
             if self._idle:
@@ -299,13 +293,13 @@ class Engine:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """On the engine's device; an error ends the engine."""
+        """Run the block on the engine's device; an error ends the engine."""
         cuda = self._device.type == "cuda"
         try:
             with torch.no_grad(), torch.cuda.device(self._device) if cuda else nullcontext():
                 yield
         except BaseException as error:
-            # An interrupt, too, may leave rows half written.
+            # BaseException, because an interrupt may also leave rows half written.
             self._fail(error)
             raise
 
@@ -323,14 +317,14 @@ class Engine:
             self._end(job, "cancelled")
 
     def _admit(self) -> None:
-        """Begin to read prompts, in the order of requests, as long as there is room."""
+        """Start to read prompts in request order, while there is room."""
         while self._waiting and self._runner.has_room:
             with self._lock:
                 job = self._waiting.popleft()
             self._runner.begin(job)
 
     def _give(self, found: Token) -> None:
-        """Hand a token to its job."""
+        """Pass a token to its job."""
         job = found.job
         if job.finished:
             return
@@ -338,25 +332,18 @@ class Engine:
         try:
             finished = job.take(found.token) if found.token >= 0 else "error"
         except Exception as problem:
-            # A tokenizer's.
+            # The tokenizer may raise anything.
             finished, error = "error", _in_words(problem)
         if finished == "error":
-            error = error or (
-                f"the logits after {len(job.request.prompt) + len(job.tokens)} tokens are no "
-                "numbers (NaN or infinite)"
-            )
-            self._runner.leave(job, clear=True)
+            count = len(job.request.prompt) + len(job.tokens)
+            error = error or f"the logits after {count} tokens are not finite (NaN or infinite)"
+            self._runner.leave(job)
             self._end(job, "error", error)
             return
         self._new_tokens += 1
         asked = job.request.logprobs is not None
-        update = Update(
-            job.id,
-            (found.token,),
-            (found.logprob,) if asked else (),
-            (found.top,) if asked else (),
-            finished,
-        )
+        logprobs, tops = ((found.logprob,), (found.top,)) if asked else ((), ())
+        update = Update(job.id, (found.token,), logprobs, tops, finished, num_cached=job.num_cached)
         if finished is not None:
             self._runner.leave(job, keep=True)
         self._send(job, update)
@@ -374,13 +361,13 @@ class Engine:
         try:
             job.on_update(update)
         except Exception as error:
-            # Whoever cannot take updates ends alone.
+            # A failing callback ends only its own request.
             logger.error(f"on_update of request {job.id} has failed", exc_info=error)
             job.on_update = None
             self.cancel(job.id)
 
     def _fail(self, error: BaseException) -> None:
-        """End everything with an error."""
+        """End the engine and all its requests with an error."""
         with self._lock:
             self.failed = error
             jobs = [*self._waiting, *self._runner.jobs]

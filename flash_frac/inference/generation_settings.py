@@ -1,16 +1,16 @@
-"""What transformers' configurations ask for, in the engine's words; the rest is refused by name."""
+"""Translate transformers' configurations into engine settings; reject unsupported fields."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import GenerationConfig
 
 from flash_frac.inference.sampling import SamplingSettings
 
-# Fields of a GenerationConfig that the engine honours, and others that change no token here.
+# Fields of a GenerationConfig that the engine supports, and others that change no token here.
 _HONOURED = {
     *("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "stop_strings"),
     *("repetition_penalty", "eos_token_id", "num_return_sequences"),
@@ -20,11 +20,11 @@ _WITHOUT_EFFECT = {
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config"),
     *("disable_compile", "continuous_batching_config", "max_length", "renormalize_logits"),
     *("return_dict_in_generate", "prefill_chunk_size"),
-    # Of assistants, which a call brings if there is one.
+    # Settings of assisted generation, which only matter if a call passes an assistant.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
 }
-# Values of others that ask for nothing, beside None and False.
+# Values of other fields that change nothing, besides None and False.
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p", "length_penalty"), 1),
     **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), 1),
@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
     "min_new_tokens": 0,
 }
-# Fields of a ContinuousBatchingConfig that the engine honours, or whose every value it fulfils.
+# Fields of a ContinuousBatchingConfig that the engine supports or can safely ignore.
 _BATCHING_HONOURED = {
     *("max_batch_tokens", "max_requests_per_batch", "max_queue_size", "return_logprobs", "seed"),
     *("allow_block_sharing", "auto_switch_to_flash", "per_request_processors"),
@@ -42,7 +42,7 @@ _BATCHING_HONOURED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a GenerationConfig asks for, in the engine's words."""
+    """A GenerationConfig as engine settings."""
 
     sampling: SamplingSettings
     max_new_tokens: int | None
@@ -52,7 +52,7 @@ class Settings:
 
 
 def settings_of(config: GenerationConfig) -> Settings:
-    """Translate a GenerationConfig; ValueError names fields that the engine cannot honour.
+    """Translate a GenerationConfig; a ValueError names fields that the engine does not support.
 
     Example: `settings_of(GenerationConfig(do_sample=True, top_p=0.9)).sampling.top_p == 0.9`
     """
@@ -62,7 +62,7 @@ def settings_of(config: GenerationConfig) -> Settings:
     refused = sorted(name for name in others if asked[name] != _NEUTRAL.get(name))
     if refused:
         raise ValueError(
-            f"generation_config must ask for nothing but {', '.join(sorted(_HONOURED))}, got "
+            f"generation_config may only set {', '.join(sorted(_HONOURED))}, got "
             f"{', '.join(f'{name}={asked[name]!r}' for name in refused)}; use model.generate"
         )
     if asked.get("max_length", 1) < 1:
@@ -82,13 +82,36 @@ def settings_of(config: GenerationConfig) -> Settings:
 
 
 def end_tokens(given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Tokens that end an answer; negative ones are transformers' way to say none."""
+    """Tokens that end an answer; transformers uses negative ids for none."""
     known = () if given is None else (given,) if isinstance(given, int) else tuple(given)
     return tuple(n for n in known if n >= 0)
 
 
+def changed_settings(settings: SamplingSettings, changes: dict[str, Any]) -> SamplingSettings:
+    """Settings of one request; a ValueError names unknown fields. A `seed` may be among them.
+
+    Example: `changed_settings(GREEDY, {"temperature": 0.7, "seed": 1}).temperature == 0.7`
+    """
+    known = {field.name for field in fields(SamplingSettings)}
+    unknown = sorted(set(changes) - known - {"seed"})
+    if unknown:
+        raise ValueError(
+            f"add_request accepts the settings {', '.join(sorted(known))} and seed, "
+            f"got {', '.join(unknown)}"
+        )
+    return replace(settings, **{name: changes[name] for name in known & set(changes)})
+
+
+def longest_request(config: Any, hints: Any) -> int | None:
+    """Tokens of the longest request, if hints give it and attention layers need it; else None."""
+    if "attention" not in (config.mixer_types or ()):
+        return None
+    prompt, new = (getattr(hints, f"max_{kind}_length", 0) for kind in ("prompt", "generated"))
+    return prompt + new if prompt and new else None
+
+
 def check_batching(config: Any) -> None:
-    """ValueError that names options of a ContinuousBatchingConfig that the engine does not have.
+    """Raise a ValueError that names the ContinuousBatchingConfig options that we do not support.
 
     Example: `check_batching(ContinuousBatchingConfig(max_queue_size=8))`
     """
@@ -103,7 +126,7 @@ def check_batching(config: Any) -> None:
     ]
     if refused:
         raise ValueError(
-            f"continuous_batching_config must leave {', '.join(refused)} as it is: our engine has "
-            "no pages, compiled code or offloading to set; it has max_requests_per_batch (slots), "
-            "max_batch_tokens (tokens of prompts between two steps) and max_queue_size"
+            f"continuous_batching_config must leave {', '.join(refused)} at the default: our "
+            "engine has no paging, compilation or offloading; it supports max_requests_per_batch "
+            "(slots), max_batch_tokens (prompt tokens between two steps) and max_queue_size"
         )

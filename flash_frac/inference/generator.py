@@ -1,10 +1,10 @@
-"""Generation of a batch: slots whose sequences begin together, one step after another.
+"""Batch generation: all sequences start together and decode step by step.
 
-What a batch is in and how it gets its next tokens is the engine's (`slots.Slots`): one graph for a
-number of rows, settings of sampling in tensors, and on a GPU tokens that are read while the next
-step is computed. Nobody comes or goes, so that prompts are read side by side in the slots
-themselves, in one parallel pass. Models that cannot be recorded (see `graphs.Recorder`), on a CPU
-for instance, run the same calls one by one.
+It shares the engine's rows and decode step (`slots.Slots`): one CUDA graph for each number of rows,
+sampling settings in tensors, and on a GPU, tokens that are copied while the next step runs. Because
+the batch is fixed, prompts are read in the slots themselves, in one parallel pass. Models that
+cannot be recorded (see `graphs.Recorder`), such as those on a CPU, run the same calls without
+graphs.
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
@@ -24,24 +24,25 @@ from flash_frac.inference.text import StopStrings
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.buffers import rounded
 
-# The prompt is read in pieces of at most this many tokens, in memory that does not grow with it.
+# The prompt is read in pieces of at most this many tokens, so memory does not grow with its length.
 PIECE = 16384
 
 
 class Generator:
-    """Generates with one model, keeping the slots of one batch and the graphs recorded for them.
+    """Generates with one model; keeps the slots and CUDA graphs of the last batch size.
 
-    A new batch size makes new slots and graphs, and so does any change of the model but one of its
-    weights in place. A length of prompt, up to LONGEST_RECORDED, is recorded when it comes up for
-    the second time. Attention is torch's scaled_dot_product_attention or, for a token on a GPU,
-    a kernel of ours, whatever the model's attn_implementation.
+    A new batch size needs new slots and graphs, and so does any change of the model other than
+    in-place weight updates. A prompt length up to LONGEST_RECORDED is recorded when it occurs for
+    the second time. Attention uses torch's scaled_dot_product_attention or, for one token on a GPU,
+    our own kernel, whatever the model's attn_implementation.
 
     Args:
         model: on any device, in eval mode.
-        max_length: tokens of prompt and answer for which attention layers get buffers at once, and
-            beyond which calls are refused. None: as many as a call needs, rounded up; a longer one
-            later gets new buffers, and graphs are recorded again.
-        late: read tokens one step late, while the device computes the next; None: on GPUs.
+        max_length: maximum tokens of prompt and answer; the KV cache is allocated for this length
+            once, and longer calls raise an error. None allocates what a call needs, rounded up; a
+            longer call reallocates, and graphs are recorded again.
+        late: copy tokens to the host one step late, while the device computes the next; None means
+            only on GPUs.
 
     Example:
         >>> generator = Generator(model)
@@ -64,27 +65,27 @@ class Generator:
         self._sees_all = "attention" in (model.config.mixer_types or ())
         self._recorder = Recorder(model)
         self._slots: Slots | None = None
-        # What was recorded of the model when the slots were made, and the number of the call.
+        # The model's recording when the slots were built, and the number of the call.
         self._bindings: object = None
         self._turn = 0
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Read prompts (B, T) from an empty state; logits (B, V) float32 of the token after each.
+        """Read prompts (B, T) from an empty state; return float32 logits (B, V) of the next token.
 
         Args:
-            attention_mask: (B, T), 0 at padding, which goes to the left.
+            attention_mask: (B, T), 0 at padding, which must be on the left.
         """
         return self._read(input_ids, attention_mask, 0).logits.clone()
 
     def _read(self, ids: Tensor, mask: Tensor | None, num_new: int) -> Slots:
-        """Read prompts (B, T) from an empty state, with room for this many tokens after them."""
+        """Read prompts (B, T) from an empty state, with room for `num_new` more tokens."""
         mask = _check_prompts(ids, mask)
         needed = ids.shape[1] + num_new
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(
                 f"max_length ({self.max_length}) must be at least {needed}, for prompts of "
-                f"{ids.shape[1]} tokens and {num_new} after them; make the Generator with that, "
+                f"{ids.shape[1]} tokens and {num_new} new ones; build the Generator with that, "
                 "or None"
             )
         self._turn += 1
@@ -97,16 +98,16 @@ class Generator:
         return slots
 
     def _open(self, batch: int, num_tokens: int) -> Slots:
-        """Slots for a batch; the last ones if they suit it, and the model as it is now."""
+        """Slots for a batch; reuse the last ones if they fit it and the model is unchanged."""
         self._recorder.look()
         bindings, slots = self._recorder.bindings, self._slots
-        # Only a recorded model is known to be as it was.
+        # Only a recorded model can be checked for changes.
         same = bindings is not None and bindings is self._bindings
         enough = slots is not None and (slots.size >= num_tokens or not self._sees_all)
         if slots is not None and same and enough and slots.num_rows == batch:
             return slots
         self._slots = slots = None
-        # Which lets go of the last ones, before there are others.
+        # Free the old slots before allocating new ones.
         self._recorder.bind()
         size = self.max_length or rounded(num_tokens)
         slots = Slots(self.model, empty_cache(self.model, 1), batch, size)
@@ -115,7 +116,7 @@ class Generator:
         return slots
 
     def _read_piece(self, slots: Slots, counts: list[int], inputs: tuple[Tensor, ...]) -> None:
-        """Read ids (B, T), and a mask if there is one, after `counts` tokens, by a graph or not."""
+        """Read ids (B, T), and a mask if any, after `counts` tokens, with or without a graph."""
         length, read = inputs[0].shape[1], partial(slots.read, None, counts)
         if length > LONGEST_RECORDED:
             read(*inputs)
@@ -140,21 +141,21 @@ class Generator:
 
         Args:
             input_ids: (B, T), shorter prompts padded on the left.
-            max_new_tokens: how many tokens to add at most.
-            attention_mask: (B, T), 0 at padding; None if there is none.
-            eos_token_id: ends a sequence; when all have ended, generation stops. None: never.
-            pad_token_id: fills the rest of sequences that have ended; by default eos_token_id.
-            sampling: how tokens are chosen; the most likely ones by default.
-            seed: random seed for sampling; None for another one each time. Every sequence has draws
-                of its own, by the seed and its row; the first one those of an engine's
+            max_new_tokens: maximum number of tokens to add.
+            attention_mask: (B, T), 0 at padding; None without padding.
+            eos_token_id: ends a sequence; generation stops when all have ended. None: never.
+            pad_token_id: fills sequences that have ended; by default eos_token_id.
+            sampling: sampling settings; greedy by default.
+            seed: random seed for sampling; None for a new one each time. Each sequence samples
+                independently, by seed and row; the first samples like an engine's
                 `Request(seed=seed)`.
             stop: texts that end a sequence; padding follows them.
 
         Returns:
-            (B, T + new) the prompts and what follows them.
+            (B, T + new) the prompts and their continuations.
 
         Raises:
-            RuntimeError: the logits of a sequence are no numbers (NaN or infinite).
+            RuntimeError: the logits of a sequence are not finite (NaN or infinite).
 
         Example:
             >>> sampling = SamplingSettings(temperature=0.8, top_p=0.95)
@@ -184,9 +185,9 @@ class Generator:
         sampling: SamplingSettings = GREEDY,
         seed: int | None = None,
     ) -> Iterator[Tensor]:
-        """The tokens (B,) of `generate` as they come. Another call on this generator ends it.
+        """Yield the tokens (B,) of `generate` as they come. Another call on this generator ends it.
 
-        On a GPU a token comes when the one after it is being computed.
+        On a GPU, a token is yielded while the next one is being computed.
 
         Example: `for token in generator.stream(ids, max_new_tokens=100): print(token)`
         """
@@ -205,7 +206,7 @@ class Generator:
         sampling: SamplingSettings,
         seed: int | None,
     ) -> Slots:
-        """Read the prompts, and let their sequences choose by these settings."""
+        """Read the prompts, and set up sampling for their sequences."""
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         slots = self._read(ids, mask, max_new_tokens)
@@ -215,7 +216,7 @@ class Generator:
         return slots
 
     def _chosen(self, slots: Slots, num_steps: int) -> Iterator[list[int]]:
-        """The tokens (B,) of each step; late, those of the next are then being computed."""
+        """Yield the tokens (B,) of each step; if late, while the next step runs."""
         num, turn = slots.num_rows, self._turn
         late = slots.device.type == "cuda" if self.late is None else self.late
         ahead: Sent | None = None
@@ -234,9 +235,9 @@ class Generator:
 
 
 def _check_prompts(ids: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask, or None if nothing is padding; ValueError if it does not fit."""
+    """Return the mask, or None without padding; raise a ValueError if it does not fit."""
     if ids.ndim != 2 or ids.numel() == 0:
-        raise ValueError(f"input_ids must have shape (B, T) and a token, got {tuple(ids.shape)}")
+        raise ValueError(f"input_ids must have shape (B, T) with T ≥ 1, got {tuple(ids.shape)}")
     if mask is None:
         return None
     if mask.shape != ids.shape:
@@ -267,7 +268,7 @@ class _Ends:
             stop.watch(batch)
 
     def take(self, chosen: list[int]) -> list[int]:
-        """The next tokens (B,), with padding where a sequence has ended before."""
+        """The next tokens (B,), with padding for sequences that have ended."""
         return [self._take_one(row, token) for row, token in enumerate(chosen)]
 
     def _take_one(self, row: int, token: int) -> int:

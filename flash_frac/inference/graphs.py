@@ -1,9 +1,9 @@
-"""CUDA graphs: the kernels of a function, recorded once and launched again by one call.
+"""CUDA graphs: the kernels of a function, recorded once and replayed by one call.
 
-The state of a Frac model has a fixed size, and keys and values of attention layers have buffers of
-a chosen one, so that a token costs the same kernels at the same addresses. A graph reads weights
-where they were when it was recorded: weights that change in place are seen, and a model that was
-moved, cast or taken apart is recorded again.
+The state of a Frac model has a fixed size, and the KV cache has buffers of a chosen size, so every
+token launches the same kernels at the same addresses. A graph reads weights at their recorded
+addresses: it sees in-place updates, and a model that was moved, cast or restructured is recorded
+again.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
+from flash_frac.layers.plain import parts_of, stored
 from flash_frac.models import FracForCausalLM
 
-# Kinds of devices on which functions are recorded.
+logger = logging.get_logger(__name__)
+
+# Device types on which functions are recorded.
 DEVICES = ("cuda",)
-# Graphs that are kept by default; then the one that was not used for longest goes.
+# Default number of graphs to keep; beyond it, the least recently used one is dropped.
 MOST_GRAPHS = 32
-# Modules of these packages compute the same as long as their tensors stay where they are. Others,
-# such as adapters, may decide otherwise at any time.
+# Modules of these packages compute the same function as long as their tensors stay in place.
+# Others, such as adapters, may change at any time.
 PACKAGES = ("torch.nn.modules.", "flash_frac.")
 
 
 class Graph:
-    """A function of tensors, recorded and not run; inputs and output have fixed addresses.
+    """A function of tensors, recorded but not run; inputs and output have fixed addresses.
 
     Args:
         other: a graph to share memory with; the two must never run at the same time.
@@ -50,7 +54,7 @@ class Graph:
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)
         self._replay()
-        # The next replay, of this graph or one that shares its memory, may write there.
+        # The next replay of this graph, or of one that shares its memory, may overwrite the output.
         return None if self._output is None else self._output.clone()
 
     def _record(
@@ -64,10 +68,10 @@ class Graph:
             self._graph,
             pool=None if other is None else other._graph.pool(),
             stream=_side_stream(device),
-            # Other threads may go on with their work, and allocate memory, meanwhile.
+            # Other threads may keep working and allocate memory meanwhile.
             capture_error_mode="thread_local",
         )
-        # Sets the stream in use again after a recording that fails, which torch leaves out.
+        # Restores the current stream after a failed recording, which torch does not.
         with torch.cuda.stream(torch.cuda.current_stream(device)), recording:
             return function(*self._inputs)
 
@@ -77,21 +81,23 @@ class Graph:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream to record on, one for a device; torch's own is on the device that came first."""
+    """The stream to record on, one per device; torch's own stays on the first device used."""
     return torch.cuda.Stream(device)
 
 
 class Recorder:
-    """Runs functions of a model's tensors, from CUDA graphs wherever that gives the same.
+    """Runs functions of a model's tensors, from CUDA graphs wherever the result is the same.
 
-    A function is run as written the first time, which compiles and loads what it needs, so that
-    there is no warm-up to undo. It is recorded the second time, and replayed from then on.
+    The first call runs the function eagerly, which compiles and loads its kernels, so there is no
+    warm-up to undo. The second call records it, and later calls replay it.
 
-    A model on a CPU, on several devices, with hooks, adapters, tensors of other kinds or rotary
-    positions that depend on the length, and any model under autocast, is run as written every time.
+    A model always runs eagerly on a CPU, on several devices, with hooks, adapters, tensor
+    subclasses or rotary positions that depend on the length, and under autocast. The exceptions
+    among tensor subclasses are quantised weights that our kernels read (`layers.plain.stored`); a
+    warning names the first weight that they cannot read.
 
     Args:
-        most_graphs: that are kept; None: MOST_GRAPHS.
+        most_graphs: maximum number of graphs to keep; None means MOST_GRAPHS.
 
     Example:
         >>> recorder = Recorder(model)
@@ -101,26 +107,29 @@ class Recorder:
 
     def __init__(self, model: FracForCausalLM, *, most_graphs: int | None = None) -> None:
         self.model, self.most_graphs = model, most_graphs
-        # What graphs depend on in the model; None as long as it is not recorded.
+        # Everything in the model that graphs depend on; None while it is not recorded.
         self.bindings: list[Any] | None = None
+        # Why the model was not recorded when it was last looked at, or None.
+        self.obstacle: str | None = None
         self._run: set[Hashable] = set()
         self._graphs: dict[Hashable, Graph] = {}
         self._memory: tuple[object, ...] = ()
 
     def look(self) -> None:
-        """Compare the whole model with what was recorded, and drop all graphs if it has changed.
+        """Drop all graphs if any part of the model has changed since it was recorded.
 
-        This takes too long for each token; `run` looks at the weight of the head alone.
+        This is too slow to do for each token; `run` checks only the weight of the head.
         """
-        bindings = _bindings(self.model)
+        found = _bindings(self.model)
+        bindings, self.obstacle = (None, found) if isinstance(found, str) else (found, None)
         if bindings != self.bindings:
             self.bindings, self._graphs = bindings, {}
             self._run.clear()
 
     def bind(self, *memory: object) -> None:
-        """Name the objects whose memory functions use; graphs of other objects are dropped.
+        """Name the objects whose memory functions use; drop the graphs of other objects.
 
-        They are kept as long as the graphs, in whatever order they are named.
+        The objects stay alive as long as the graphs. Their order does not matter.
         """
         if {id(x) for x in memory} != {id(x) for x in self._memory}:
             self._memory, self._graphs = memory, {}
@@ -133,13 +142,13 @@ class Recorder:
         *,
         variant: Hashable = None,
     ) -> Tensor | None:
-        """What `function(*inputs)` returns.
+        """Return `function(*inputs)`.
 
         Args:
             kind: names the function and the shapes of its inputs.
-            function: reads and writes tensors of the model, of the objects that were bound and of
-                its inputs; waits for no device and draws from no generator of torch's.
-            variant: tells functions of one kind apart that differ in addresses alone.
+            function: reads and writes only tensors of the model, of bound objects and of its
+                inputs; must not synchronise with a device or use torch's random generators.
+            variant: distinguishes functions of one kind that differ only in addresses.
         """
         if not self._holds():
             return function(*inputs)
@@ -154,12 +163,12 @@ class Recorder:
                 del self._graphs[next(iter(self._graphs))]
             device, others = self.model.lm_head.weight.device, iter(self._graphs.values())
             graph = Graph(function, inputs, device, other=next(others, None))
-        # Last in order: the first is then the one that was not used for longest.
+        # Move it to the end, so that the first is the least recently used.
         self._graphs[key] = graph
         return graph(*inputs)
 
     def _holds(self) -> bool:
-        """Whether a graph of the model may be replayed now, as far as a glance can tell."""
+        """Whether graphs may be replayed now, by a quick check."""
         head = self.model.lm_head.weight
         if self.bindings is not None and self.bindings[0] != _binding(head):
             self.look()
@@ -167,34 +176,41 @@ class Recorder:
 
 
 def _binding(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.dtype, x.device
+    return *(part.data_ptr() for part in parts_of(x)), x.dtype, x.device
 
 
-def _bindings(model: FracForCausalLM) -> list[Any] | None:
-    """All that a graph depends on, first the head's weight; None if nothing may be recorded.
+def _bindings(model: FracForCausalLM) -> list[Any] | str:
+    """Everything that a graph depends on, the head's weight first; or why it cannot be recorded.
 
-    Lists of one thing each, because every call waits for it.
+    Flat lists keep this fast, because every call waits for it.
     """
     head = model.lm_head.weight
-    if head.device.type not in DEVICES or _has_moving_positions(model):
-        return None
+    if head.device.type not in DEVICES:
+        return f"it is on a {head.device.type}"
+    if _has_moving_positions(model):
+        return "its rotary positions depend on the length (rope type dynamic or longrope)"
     modules = _modules(model, [])
     kinds = [type(module) for module in modules]
-    if not all(kind.__module__.startswith(PACKAGES) for kind in set(kinds)):
-        return None
-    # Who hooks on to a module, or replaces its forward, wants to be called for every token.
+    foreign = {kind for kind in set(kinds) if not kind.__module__.startswith(PACKAGES)}
+    if foreign:
+        names = sorted(kind.__name__ for kind in foreign)
+        return f"it has modules of other packages ({', '.join(names)})"
+    # A hook, or a replaced forward, must run for every token.
     if nn.modules.module._has_any_global_hook() or any(
         x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) or "_hf_hook" in vars(x)
         for x in modules
     ):
-        return None
+        return "it has hooks, or modules with a replaced forward"
     tensors = [x for y in modules for x in y._parameters.values() if x is not None]
     tensors += [x for y in modules for x in y._buffers.values() if x is not None]
-    # Other types of tensors, quantised ones for instance, may lie at several addresses.
+    # Tensor subclasses may run any code when they are used.
     if not {*map(type, tensors)} <= {Tensor, nn.Parameter}:
-        return None
+        if any(stored(x) is None for x in tensors):
+            _warn_of_weights(model)
+            return "its weights are tensors of other packages"
+        tensors = [part for x in tensors for part in parts_of(x)]
     if {x.device for x in tensors} != {head.device}:
-        return None
+        return "it is on several devices"
     addresses = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors]
     settings = [(y.get("backend"), y.get("settings")) for y in map(vars, modules)]
     config = model.config
@@ -202,14 +218,27 @@ def _bindings(model: FracForCausalLM) -> list[Any] | None:
     return [_binding(head), kinds, addresses, settings]
 
 
+def _warn_of_weights(model: FracForCausalLM) -> None:
+    """Warn about a torchao weight that our kernels cannot read."""
+    named = ((n, x) for n, x in model.named_parameters() if stored(x) is None)
+    for name, weight in named:
+        if type(weight).__module__.startswith("torchao."):
+            logger.warning_once(
+                f"{name} is a {type(weight).__name__}, which our decoding kernels cannot read: "
+                "torchao multiplies it more slowly, and steps do not use CUDA graphs. Supported "
+                "are row-wise Int8WeightOnlyConfig() and, from sm_89 on, Float8WeightOnlyConfig()."
+            )
+            return
+
+
 def _has_moving_positions(model: FracForCausalLM) -> bool:
-    """Whether rotary frequencies change with the length, for which the host waits every time."""
+    """Whether rotary frequencies depend on the length, which makes the host wait every time."""
     rotary: Any = model.model.rotary_emb
     return rotary is not None and rotary.rope_type in ("dynamic", "longrope")
 
 
 def _modules(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
-    """`module.modules()` without names, which take most of its time."""
+    """`module.modules()` without building names, which takes most of its time."""
     found.append(module)
     for child in module._modules.values():
         if child is not None:

@@ -1,9 +1,9 @@
-"""Which calls of `model.generate` a `Generator` answers, and how.
+"""Route calls of `model.generate` to a `Generator` where possible.
 
-transformers' loop launches the kernels of every token from Python, which takes a GPU longer than
-the token. A `Generator` replays them. It answers a greedy or sampling call of a model that can be
-recorded (see `graphs.Recorder`) if it understands all that the call asks for; any other call goes
-through transformers' loop, and so does every call with `cache_implementation="dynamic"`.
+transformers' loop launches the kernels of every token from Python, which takes longer than the GPU
+needs to run them. A `Generator` replays them from CUDA graphs. It handles a greedy or sampling call
+of a model that can be recorded (see `graphs.Recorder`) if it supports every option of the call. Any
+other call, and every call with `cache_implementation="dynamic"`, uses transformers' loop.
 Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
@@ -44,9 +44,9 @@ from flash_frac.models.inputs import UNUSED
 
 logger = logging.get_logger(__name__)
 
-# Fields of a GenerationConfig that may have any value: all they do is in the ids, the logits
-# processors and the stopping criteria of a call. The others, those of later releases of
-# transformers among them, must have their defaults.
+# Fields of a GenerationConfig that may have any value: they act only through the ids, logits
+# processors and stopping criteria of a call. All others, including those of later releases of
+# transformers, must have their defaults.
 UNDERSTOOD = frozenset(
     {
         "do_sample",
@@ -66,7 +66,7 @@ UNDERSTOOD = frozenset(
         "transformers_version",
     }
 )
-# Names of the settings of logits processors, here and there, in the order in which they apply.
+# Our and transformers' names of sampling settings, in the order in which they apply.
 PROCESSORS: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -74,23 +74,23 @@ PROCESSORS: dict[type, tuple[str, str]] = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-# What `generate` passes to the model itself, and what means nothing to it.
+# Arguments that `generate` passes to the model, and those that the model ignores.
 INPUTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 INPUTS |= {*UNUSED}
-# Attention that computes what `Generator` does; functions that others have registered may not.
+# Attention that computes the same as `Generator`; functions registered by others may not.
 ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
-# Seeds below this leave room for one for each sequence.
+# Seeds below this leave room for one per sequence.
 MOST_SEEDS = 2**62
-# While a model gets its `_Kept`.
+# Held while a model gets its `_Kept`.
 _MAKING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of `generate`, as transformers has prepared it for its own loop.
+    """A call of `generate`, as transformers prepares it for its own loop.
 
     Attributes:
-        input_ids: (B, T), a row for each sequence that is returned.
+        input_ids: (B, T), one row for each returned sequence.
         inputs: arguments of the model.
     """
 
@@ -104,35 +104,35 @@ class Call:
 
     @property
     def num_new(self) -> int:
-        """Tokens that are generated at most; 0 if there is no limit."""
+        """Maximum number of new tokens; 0 if there is no limit."""
         return (self.criteria.max_length or 0) - self.input_ids.shape[1]
 
     def end_ids(self) -> list[int] | None:
-        """Tokens that end a sequence; None if nothing says so."""
+        """Tokens that end a sequence; None if none are set."""
         found: list[Any] = [x for x in self.criteria if hasattr(x, "eos_token_id")]
         return [n for x in found for n in x.eos_token_id.flatten().tolist()] if found else None
 
     def pad_id(self) -> int | None:
-        """The token after an end: the one that is named, or the first end."""
+        """The padding token: the one that is set, or else the first end token."""
         named: Any = self.config.pad_token_id
         if named is None:
             named = self.config.eos_token_id
         return None if named is None else int(torch.as_tensor(named).flatten()[0])
 
     def mask(self) -> Tensor | None:
-        """(B, T), 0 at padding; None if there is none."""
+        """(B, T), 0 at padding; None without padding."""
         mask = self.inputs.get("attention_mask")
         return None if mask is None or bool((mask != 0).all()) else mask
 
 
 def generate(model: FracForCausalLM, call: Call) -> Tensor | None:
-    """The ids (B, T + new) of a call; None if transformers' loop is to run it.
+    """Return the ids (B, T + new) of a call, or None if transformers' loop must run it.
 
-    The log says at level DEBUG which of the two it was, and why.
+    The choice and its reason are logged at level DEBUG.
     """
     reason = reason_of_model(model)
     if reason is not None:
-        # It may have moved, and left memory behind.
+        # The model may have moved to another device; free the memory of its Generator.
         KEPT.pop(model, None)
     settings = settings_of(call)
     if reason is None and torch.is_autocast_enabled(model.lm_head.weight.device.type):
@@ -155,18 +155,18 @@ def generate(model: FracForCausalLM, call: Call) -> Tensor | None:
         if call.streamer is not None:
             raise
         logger.warning(
-            "generate: no memory for a Generator, which reserves that of %d tokens a sequence; "
-            "trying transformers' loop. cache_implementation='dynamic' goes there at once.",
+            "generate: not enough memory for a Generator, which reserves %d tokens per sequence; "
+            "trying transformers' loop. cache_implementation='dynamic' selects it directly.",
             call.num_new,
         )
     return None
 
 
 class _Kept:
-    """A Generator for one model, which does not keep that model alive.
+    """A Generator for one model that does not keep the model alive.
 
-    It is given another object of the same class, which has the attributes of the model during a
-    call and nothing between two.
+    The Generator holds a stand-in of the same class, which has the model's attributes during a call
+    and is empty between calls.
     """
 
     def __init__(self, kind: type[FracForCausalLM]) -> None:
@@ -176,7 +176,7 @@ class _Kept:
 
     @contextmanager
     def lend(self, model: FracForCausalLM) -> Iterator[Generator | None]:
-        """The Generator, for one call at a time; None to any other."""
+        """Yield the Generator to one call at a time, and None to concurrent calls."""
         if not self._lock.acquire(blocking=False):
             yield None
             return
@@ -191,32 +191,32 @@ class _Kept:
 
 
 def reason_of_model(model: FracForCausalLM) -> str | None:
-    """Why no call of this model is for a Generator, as it is now; None if there is no reason."""
+    """Why a Generator cannot run this model in its current state, or None if it can."""
     head = getattr(model.lm_head, "weight", None)
     if not isinstance(head, Tensor):
         return "lm_head has no weight"
     if model.training:
         return "the model is in training mode"
     if model.model.context_group is not None:
-        return "the model shares its rows among ranks"
+        return "the model splits sequences across ranks"
     if model.config.attention_layers and model.config._attn_implementation not in ATTENTION:
         return f"attn_implementation is {model.config._attn_implementation!r}"
     recorder = Recorder(model)
     recorder.look()
     if recorder.bindings is None:
-        return f"the model cannot be recorded as it is, on {head.device}"
+        return f"the model cannot be recorded on {head.device} in its current state"
     if any(vars(x).get("_compiled_call_impl") is not None for x in model.modules()):
         return "a part of the model is compiled"
     return None
 
 
 def reason_of_call(call: Call, settings: SamplingSettings | None) -> str | None:
-    """Why a call is not for a Generator; None if there is no reason."""
+    """Why a Generator cannot run a call, or None if it can."""
     ids = call.input_ids
     if torch.compiler.is_compiling() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     ):
-        return "the call is being recorded itself"
+        return "the call itself is being recorded"
     if call.synced_gpus:
         return "synced_gpus is set"
     if (field := unusual_field(call.config)) is not None:
@@ -231,20 +231,20 @@ def reason_of_call(call: Call, settings: SamplingSettings | None) -> str | None:
 
 
 def unusual_field(config: GenerationConfig) -> str | None:
-    """A field that has not its default, and is not among those UNDERSTOOD."""
+    """The first field that is not in UNDERSTOOD and does not have its default."""
     defaults = {**vars(GenerationConfig()), **GenerationConfig._get_default_generation_params()}
     for name, value in vars(config).items():
         if name.startswith("_") or name in UNDERSTOOD or value is None:
             continue
         plain = isinstance(value, bool | int | float | str) and name in defaults
-        # Configurations of models say False where the default is None.
+        # Some models' configurations have False where the default is None.
         if not plain or value != (defaults[name] or False):
             return f"{name}={value!r}"
     return None
 
 
 def settings_of(call: Call) -> SamplingSettings | None:
-    """The settings that do what a call's logits processors do; None if there are none."""
+    """Settings equivalent to a call's logits processors; None if there are none."""
     kinds = [type(x) for x in call.processors]
     if kinds != [kind for kind in PROCESSORS if kind in kinds]:
         return None
@@ -264,7 +264,7 @@ def settings_of(call: Call) -> SamplingSettings | None:
     try:
         return SamplingSettings(**values)
     except ValueError:
-        # At the limits of their ranges, transformers allows more.
+        # transformers allows values at the limits of ranges that we reject.
         return None
 
 
@@ -283,21 +283,21 @@ def _reason_of_inputs(call: Call, settings: SamplingSettings) -> str | None:
         if real.shape != call.input_ids.shape or not bool(real[:, -1].all()):
             return "attention_mask is not 1 at the last token of every prompt"
         if bool((real[:, :-1] & ~real[:, 1:]).any()):
-            return "attention_mask has padding elsewhere than on the left"
+            return "attention_mask has padding that is not on the left"
         if settings.repetition_penalty != 1:
-            return "transformers applies repetition_penalty to padding, too"
-    # Raises what the model itself would.
+            return "transformers also applies repetition_penalty to padding"
+    # Raises the same error as the model.
     positions = call.inputs.get("position_ids")
     find_boundaries(None, positions, mask=mask, continues=True)
     return None
 
 
 def _run(generator: Generator, call: Call, settings: SamplingSettings) -> Tensor:
-    """The ids (B, T + new), from calls of the Generator."""
+    """Return the ids (B, T + new) from calls of the Generator."""
     device, mask = generator.model.lm_head.weight.device, call.mask()
     seed = 0
     if settings.temperature != 0:
-        # As with transformers' loop, torch.manual_seed decides on what is drawn.
+        # As in transformers' loop, torch.manual_seed determines the samples.
         seed = int(torch.randint(MOST_SEEDS, (), device=device))
     options = {
         "input_ids": call.input_ids.to(device).long(),
@@ -317,12 +317,12 @@ def _run(generator: Generator, call: Call, settings: SamplingSettings) -> Tensor
 
 
 def _is_watched(call: Call, ends: list[int] | None, pad: int | None, vocab_size: int) -> bool:
-    """Whether each token must be looked at, by more than the Generator itself looks for."""
+    """Whether each token needs checks that the Generator does not make itself."""
     if call.streamer is not None or len(ends or ()) > 1:
         return True
     kinds = [type(x) for x in call.criteria]
     plain = kinds in ([MaxLengthCriteria], [MaxLengthCriteria, EosTokenCriteria])
-    # The Generator may read what follows an end.
+    # The Generator may read tokens after an end.
     return not plain or any(not 0 <= n < vocab_size for n in (*(ends or ()), pad or 0))
 
 
@@ -330,8 +330,8 @@ def _watch(tokens: Any, call: Call, pad: int | None) -> Tensor:
     """The ids (B, T + new) up to where the call's criteria end all sequences.
 
     Args:
-        tokens: those (B,) of a Generator's stream.
-        pad: follows an end; None if a sequence goes on as long as others do.
+        tokens: (B,) each, from a Generator's stream.
+        pad: fills sequences that have ended; None lets them continue as long as others do.
     """
     ids = call.input_ids
     unfinished = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)

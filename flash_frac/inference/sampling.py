@@ -1,8 +1,8 @@
-"""Choosing the next token from its logits: the most likely, or one drawn from the likely ones.
+"""Choose the next token from its logits, greedily or by sampling.
 
-In the order of Hugging Face's `generate`: repetition penalty, temperature, top-k, top-p, min-p.
-`choose` applies the same settings to a batch, and `choose_each` to each row its own.
-Nothing here waits for a device, so that it can be recorded in a CUDA graph.
+Settings apply in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p.
+`choose` applies one setting to the whole batch, and `choose_each` applies one to each row.
+Nothing here waits for a device, so it can be recorded in a CUDA graph.
 Letters: B batch, V vocabulary.
 """
 
@@ -23,15 +23,15 @@ from flash_frac.ops.sample.reference import WIDTH, fields
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are chosen; the defaults take the most likely one.
+    """How tokens are chosen; greedy by default.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: only the k most likely tokens; 0 for all.
-        top_p: only the most likely tokens that hold this share of the probability together.
-        min_p: only tokens with at least this share of the probability of the most likely one.
-        repetition_penalty: logits of tokens seen before are divided by it where positive, and
-            multiplied where negative; 1 changes nothing.
+        temperature: divides the logits; 0 picks the most likely token.
+        top_k: keep only the k most likely tokens; 0 for all.
+        top_p: keep the fewest top tokens whose total probability reaches this value.
+        min_p: keep tokens with at least this fraction of the top probability.
+        repetition_penalty: divides positive logits of tokens seen before, and multiplies negative
+            ones; 1 changes nothing.
 
     Example: `SamplingSettings(temperature=0.8, top_p=0.95)`
     """
@@ -71,20 +71,20 @@ def choose(
 
     Args:
         seen: (B, V), True at tokens to which the repetition penalty applies.
-        generator: of random numbers, on the device of the logits; the default one if None.
+        generator: torch random generator on the device of the logits; None for the default one.
 
     Example: `choose(logits, SamplingSettings(temperature=0.8, top_k=40))`
     """
     scores = adjust(logits, settings, seen=seen)
     if settings.temperature == 0:
         return scores.argmax(-1)
-    # The largest p / e with e drawn from Exp(1) is a draw from p, without a sum over p.
+    # argmax of p / e, with e drawn from Exp(1), samples from p without a sum over p.
     noise = torch.empty_like(scores).exponential_(generator=generator)
     return (scores.softmax(-1) / noise).argmax(-1)
 
 
 def adjust(logits: Tensor, settings: SamplingSettings, *, seen: Tensor | None = None) -> Tensor:
-    """Logits (B, V) float32 of the distribution that is drawn from; -inf where nothing is."""
+    """Float32 logits (B, V) of the sampling distribution; -inf at dropped tokens."""
     scores = logits.float()
     if settings.repetition_penalty != 1 and seen is not None:
         penalty = settings.repetition_penalty
@@ -106,25 +106,25 @@ def adjust(logits: Tensor, settings: SamplingSettings, *, seen: Tensor | None = 
 
 
 def _keep_share(scores: Tensor, share: float) -> Tensor:
-    """The fewest tokens that hold at least `share` together, from the most likely on."""
+    """Keep the fewest top tokens whose total probability is at least `share`."""
     ordered, order = scores.sort(-1)
-    # From the least likely up: those that together hold no more than what may go.
+    # From the least likely up, drop tokens while their total is at most 1 - share.
     dropped = ordered.softmax(-1).cumsum(-1) <= 1 - share
     dropped[..., -1] = False
     return scores.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
 class SlotSettings:
-    """Sampling settings of many sequences, a row for each slot, in one tensor on a device.
+    """Sampling settings of many sequences, one row per slot, in one tensor on a device.
 
-    What `choose_each` reads; a graph that it is recorded in holds no settings. The attributes are
-    views of the table, so that rows can be looked at, and written, by name.
+    `choose_each` reads them, so a CUDA graph contains no settings. The attributes are views of the
+    table, to read and write rows by name.
 
     Attributes:
         table: (slots, 10) int32, as `flash_frac.ops.sample` reads it.
         temperature, top_p, min_p, repetition_penalty: (slots,) float32.
         top_k: (slots,) int32.
-        seed, drawn: (slots,) int64, the random seed and how many tokens were drawn with it.
+        seed, drawn: (slots,) int64, the random seed and the number of tokens sampled with it.
 
     Example:
         >>> settings = SlotSettings.empty(64, model.device)
@@ -155,13 +155,13 @@ class SlotSettings:
         return made
 
     def set(self, row: int, settings: SamplingSettings, seed: int, *, drawn: int = 0) -> None:
-        """Set a slot up for a request.
+        """Set up a slot for a request.
 
         Args:
-            row: of the slot.
+            row: the slot's row.
             settings: how its tokens are chosen.
-            seed: of its random numbers, any integer of 64 bits with a sign.
-            drawn: how many tokens were drawn with that seed before, for a request that goes on.
+            seed: random seed, any signed 64-bit integer.
+            drawn: tokens already sampled with this seed, for a request that resumes.
         """
         self.set_rows([row], [settings], [seed], drawn=[drawn])
 
@@ -173,7 +173,7 @@ class SlotSettings:
         *,
         drawn: Sequence[int] | None = None,
     ) -> None:
-        """`set` for many slots, by one copy to the device.
+        """Like `set`, for many slots in one copy to the device.
 
         Example: `settings.set_rows([0, 2], [GREEDY, GREEDY], [0, 0])`
         """
@@ -181,13 +181,13 @@ class SlotSettings:
             self._check(row)
         requests = zip(rows, settings, seeds, drawn or [0] * len(rows), strict=True)
         packed = b"".join(_pack(*request) for request in requests)
-        # Rows travel with their numbers, and the copy does not wait for the device.
+        # Row numbers go in the same copy, which does not wait for the device.
         given = torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, 2 + WIDTH)
         given = given.to(self.table.device, non_blocking=True)
         self.table.index_copy_(0, given.view(torch.int64)[:, 0], given[:, 2:])
 
     def set_all(self, settings: SamplingSettings, seed: int | None) -> None:
-        """`set` for the sequences of a batch, which draw by `seeds_of_rows`.
+        """Like `set`, for all sequences of a batch, with seeds from `seeds_of_rows`.
 
         Example: `settings.set_all(SamplingSettings(temperature=0.8), seed=7)`
         """
@@ -195,7 +195,7 @@ class SlotSettings:
         self.set_rows(range(num), [settings] * num, seeds_of_rows(seed, num))
 
     def move(self, source: int, target: int) -> None:
-        """Copy the settings of a slot, and how far it has drawn, into another one."""
+        """Copy the settings of a slot, with its count of sampled tokens, to another one."""
         self._check(source)
         self._check(target)
         self.table[target].copy_(self.table[source])
@@ -214,25 +214,25 @@ class SlotSettings:
 def _pack(row: int, settings: SamplingSettings, seed: int, drawn: int) -> bytes:
     """A row's number, and its words in the order of `fields`."""
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an integer of 64 bits with a sign, got {seed}")
+        raise ValueError(f"seed must be a signed 64-bit integer, got {seed}")
     numbers = (settings.temperature, settings.top_p, settings.min_p, settings.repetition_penalty)
-    # So large that more makes no difference, and far enough from where float32 and int32 end.
+    # Large enough to have no effect, and well within the range of float32 and int32.
     numbers, top_k = [min(x, 1e30) for x in numbers], min(settings.top_k, 2**30)
     return struct.pack("=q4f2i2q", row, *numbers, top_k, 0, seed, drawn)
 
 
 def seeds_of_rows(seed: int | None, num: int) -> list[int]:
-    """Random seeds of the sequences of a batch, the first of which has the seed itself.
+    """Random seeds for the sequences of a batch; the first is `seed` itself.
 
     Args:
-        seed: an integer of 64 bits with a sign; None for others each time.
-        num: sequences.
+        seed: a signed 64-bit integer; None for new seeds each time.
+        num: number of sequences.
 
     Example: `settings.set_rows(range(4), [sampling] * 4, seeds_of_rows(7, 4))`
     """
     if seed is None:
         return [secrets.randbits(63) for _ in range(num)]
-    # Not seed + row: the batches of two seeds would have sequences in common.
+    # Not seed + row: batches with neighbouring seeds would share sequences.
     others = np.random.SeedSequence(seed % 2**64).generate_state(num, np.uint64) >> np.uint64(1)
     return [seed, *others.tolist()[1:]]
 
@@ -240,34 +240,34 @@ def seeds_of_rows(seed: int | None, num: int) -> list[int]:
 def no_numbers(row: int) -> RuntimeError:
     """The error for a sequence of a batch whose token is -1."""
     return RuntimeError(
-        f"the logits of sequence {row} are no numbers (NaN or infinite); look at the model's "
-        "weights, or give it another dtype"
+        f"the logits of sequence {row} are not finite (NaN or infinite); check the model's "
+        "weights, or try another dtype"
     )
 
 
 def choose_each(
     logits: Tensor, settings: SlotSettings, *, seen: Tensor, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The next tokens (B,) from logits (B, V), each by settings of its own, and log-probabilities.
+    """The next tokens (B,) from logits (B, V), with settings for each row, and log-probabilities.
 
-    A row's draw depends on its logits, seed and number of tokens drawn alone: it is the same in any
-    batch, at any row and on any backend. With a temperature of 0 it is that of `choose` with GREEDY
-    and the same penalty. Top-k, top-p and min-p keep the tokens that `adjust` keeps, but tokens of
-    equal logits are kept or dropped together, where top-p in `adjust` drops some of them in no
-    certain order.
+    A row's sample depends only on its logits, its seed and the number of tokens sampled so far: it
+    is the same in any batch, at any row and on any backend. At temperature 0 it equals that of
+    `choose` with GREEDY and the same penalty. Top-k, top-p and min-p keep the same tokens as
+    `adjust`, except for ties: here tokens with equal logits are kept or dropped together, while
+    top-p in `adjust` drops some of them in unspecified order.
 
     Args:
-        settings: a row for each sequence; its count of tokens drawn goes up.
-        seen: (B, V) bool, True at tokens to which the repetition penalty applies. The chosen ones
+        settings: a row for each sequence; its count of sampled tokens is incremented.
+        seen: (B, V) bool, True at tokens to which the repetition penalty applies. Chosen tokens
             are marked in it, whatever the penalty.
         backend: as in `frac_scan`.
 
     Returns:
-        tokens: (B,) int64. A row without a distribution (NaN or +inf anywhere in its logits, or
-            nothing but -inf) gets -1, which is no token: end that request, the others are sound.
-        logprobs: (B,) float32, log_softmax(logits)[token] of the logits as they came, before
-            penalty, temperature and filters: what vLLM reports by default ("raw_logprobs").
-            OpenAI's reference says no more than "log probability". NaN where the token is -1.
+        tokens: (B,) int64. A row without a valid distribution (NaN or +inf anywhere in its logits,
+            or only -inf) gets -1: end that request; the others are unaffected.
+        logprobs: (B,) float32, log_softmax(logits)[token] of the original logits, before penalty,
+            temperature and filters, as vLLM reports by default ("raw_logprobs"). OpenAI's
+            reference only says "log probability". NaN where the token is -1.
 
     Example:
         >>> settings = SlotSettings.empty(len(logits), logits.device)

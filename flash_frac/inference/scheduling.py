@@ -1,4 +1,4 @@
-"""What the engine is asked for, what it answers, and in which order prompts are read."""
+"""Requests and updates of the engine, and the order in which prompts are read."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flash_frac.inference.prefixes import PrefixStats
 from flash_frac.inference.sampling import GREEDY, SamplingSettings
 from flash_frac.inference.text import StopStrings
 
-# Tokens of the shortest piece of a prompt that is recorded; shorter ones are padded.
+# Tokens of the shortest recorded piece of a prompt; shorter pieces are padded.
 SHORTEST = 32
 
 Finished: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
 class QueueFull(RuntimeError):
-    """As many requests are waiting as the engine was made for; try again later."""
+    """The engine's queue is full; try again later."""
 
 
 class EngineStopped(RuntimeError):
-    """The engine takes no requests any more: it was stopped, or a step has failed."""
+    """The engine accepts no more requests: it was stopped, or a step has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class Request:
 
     Attributes:
         prompt: ids of its tokens, at least one.
-        max_new_tokens: how many tokens to add at most.
-        sampling: how tokens are chosen; the most likely ones by default.
-        seed: random seed for sampling; None for another one each time.
-        eos_token_ids: tokens that end the answer; the one that came is its last.
-        stop: texts that end the answer once its text holds one of them.
+        max_new_tokens: maximum number of tokens to add.
+        sampling: how tokens are chosen; greedy by default.
+        seed: random seed for sampling; None for a new one each time.
+        eos_token_ids: tokens that end the answer, which includes them.
+        stop: texts that end the answer as soon as it contains one of them.
         logprobs: also return log-probabilities of the chosen tokens, and of this many of the most
-            likely ones at each step; None for none of both.
-        boundaries: numbers of tokens of the prompt after which a message ends. Other prompts are
-            likely to begin alike up to there, so that prefix states are kept.
+            likely tokens at each step; None returns neither.
+        boundaries: positions in the prompt where a message ends. Other prompts probably start with
+            the same tokens up to there, so the prefix cache keeps these states.
 
     Example: `Request(prompt=[5, 6, 7], max_new_tokens=100, eos_token_ids=[2])`
     """
@@ -62,30 +62,54 @@ class Request:
         if not self.prompt or not all(type(x) is int for x in self.prompt):
             shown = str(self.prompt[:8]) if self.prompt else "none"
             raise ValueError(f"prompt must be ids of tokens, at least one, got {shown}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        # An answer would never have 2.5 tokens, and never end.
+        if self.max_new_tokens < 1 or self.max_new_tokens % 1:
+            raise ValueError(
+                f"max_new_tokens must be at least 1, and whole, got {self.max_new_tokens}"
+            )
         if self.logprobs is not None and self.logprobs < 0:
             raise ValueError(f"logprobs must be None or at least 0, got {self.logprobs}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must be an integer of 64 bits with a sign, got {self.seed}")
+            raise ValueError(f"seed must be a signed 64-bit integer, got {self.seed}")
         if isinstance(self.stop, str):
             raise ValueError(
                 f"stop must be a list of texts, got {self.stop!r}; use [{self.stop!r}]"
             )
 
+    def check(self, vocab_size: int, max_length: int | None) -> None:
+        """Raise a ValueError if an engine with these limits can never answer it."""
+        low, high = min(self.prompt), max(self.prompt)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"prompt must be in [0, {vocab_size}), the vocabulary, got ids from {low} to {high}"
+            )
+        length, num_new = len(self.prompt), self.max_new_tokens
+        if max_length is not None and length + num_new > max_length:
+            raise ValueError(
+                f"prompt ({length} tokens) and max_new_tokens ({num_new}) must be at most "
+                f"{max_length} together, the engine's max_length; shorten one of them"
+            )
+        if any(not 0 <= n <= length for n in self.boundaries):
+            raise ValueError(
+                f"boundaries must be between 0 and the prompt's length ({length}), got "
+                f"{list(self.boundaries)}"
+            )
+
 
 class Update(NamedTuple):
-    """What has become of a request since the last update.
+    """Progress of a request since its last update.
 
     Attributes:
-        id: what `Engine.submit` returned.
-        tokens: new ones; those that end the answer are among them.
-        logprobs: of each new token, if the request asks for them: natural logarithms of the model's
+        id: the id that `Engine.submit` returned.
+        tokens: new tokens, including one that ends the answer.
+        logprobs: one for each new token, if requested: natural logarithms of the model's
             probabilities, before temperature and other settings.
         top: for each new token, the most likely tokens and their logprobs, the likeliest first.
         finished: why this is the last update, or None. "stop": a token or text that ends the
             answer; "length": max_new_tokens; "cancelled"; "error".
-        error: what went wrong, of "error".
+        error: message for "error".
+        num_cached: prompt tokens that came from the prefix cache; the same in each update of
+            tokens.
     """
 
     id: int
@@ -94,20 +118,21 @@ class Update(NamedTuple):
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     finished: Finished | None = None
     error: str | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine is doing, and what it has done since it was made.
+    """Current load of the engine, and totals since it was built.
 
     Attributes:
-        slots: sequences that fit at once.
-        running, reading, waiting: requests that have a slot, whose prompt is read, in the queue.
+        slots: maximum number of concurrent sequences.
+        running, reading, waiting: requests in a slot, in prefill, and in the queue.
         finished: requests that have ended, by reason.
-        prompt_tokens, new_tokens: read, and generated.
-        steps: decoding steps.
-        nbytes: bytes of the rows of all sequences, claimed when the engine was made.
-        prefixes: what the prefix states have to say, if there are some.
+        prompt_tokens, new_tokens: tokens read, and tokens generated.
+        steps: decode steps.
+        nbytes: bytes of the rows of all sequences, allocated when the engine was built.
+        prefixes: statistics of the prefix cache, if there is one.
     """
 
     slots: int
@@ -123,16 +148,17 @@ class EngineStats:
 
 
 class Job:
-    """A request under way.
+    """A running request.
 
     Attributes:
-        prompt: ids of its tokens.
+        prompt: its token ids.
         tokens: the answer so far.
         num_read: tokens that the job's row has read, of the prompt and then of the answer.
-        cuts: numbers of tokens after which reading stops for a moment, the last one first; the
-            first element is the length of the prompt.
-        row: where it is: a row of the staging cache while the prompt is read, then a slot.
-        finished: whether the last update is out.
+        num_cached: tokens of the prompt that came from the prefix cache.
+        cuts: positions where reading pauses, in descending order; the first element is the length
+            of the prompt.
+        row: its row, in the staging cache while the prompt is read and then among the slots.
+        finished: whether the last update was sent.
     """
 
     def __init__(
@@ -150,29 +176,29 @@ class Job:
             self.stop.watch(1)
         self.prompt = np.array(request.prompt, np.int64)
         self.tokens: list[int] = []
-        self.num_read, self.row, self.finished = 0, -1, False
+        self.num_read, self.num_cached, self.row, self.finished = 0, 0, -1, False
         self.cuts = [len(self.prompt)]
 
     @property
     def num_unread(self) -> int:
-        """Tokens of the prompt that are to be read."""
+        """Number of prompt tokens still to be read."""
         return len(self.prompt) - self.num_read
 
     def cut_at(self, positions: Iterable[int]) -> None:
-        """Stop reading at these numbers of tokens, and at the end of the prompt."""
+        """Pause reading at these positions, and at the end of the prompt."""
         end = len(self.prompt)
         found = {n for n in positions if self.num_read < n < end}
         self.cuts = sorted({*found, end}, reverse=True)
 
     def read(self) -> np.ndarray:
-        """The tokens that the job's row has read, as far as they are known."""
+        """The tokens that the job's row has read, as far as the host knows them."""
         if self.num_read <= len(self.prompt):
             return self.prompt[: self.num_read]
         new = self.tokens[: self.num_read - len(self.prompt)]
         return np.concatenate([self.prompt, np.array(new, np.int64)])
 
     def take(self, token: int) -> Finished | None:
-        """Add a token to the answer; why the answer ends with it, or None."""
+        """Add a token to the answer; return why the answer ends with it, or None."""
         self.tokens.append(token)
         if token in self.eos or (self.stop is not None and self.stop.ends(0, token)):
             return "stop"
@@ -180,12 +206,12 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """What is read next, side by side.
+    """The next prompt tokens to read as one batch.
 
     Attributes:
-        jobs: the first of those whose prompts are read.
-        counts: tokens of each.
-        length: tokens and padding of each.
+        jobs: the first of the jobs in prefill.
+        counts: tokens of each job.
+        length: tokens and padding of each job.
     """
 
     jobs: list[Job]
@@ -194,34 +220,34 @@ class Piece(NamedTuple):
 
 
 def rounded_length(num_tokens: int) -> int:
-    """Of 32, 48, 64, 96, 128, ... the first that is not less: two for every doubling."""
+    """Round up to 32, 48, 64, 96, 128, ...: two lengths per doubling."""
     num_tokens = max(num_tokens, SHORTEST)
     unit = (1 << (num_tokens - 1).bit_length()) // 4
     return -(-num_tokens // unit) * unit
 
 
 def rounded_rows(num: int) -> int:
-    """The largest power of two that is not more."""
+    """The largest power of two that is at most `num`."""
     return 1 << (num.bit_length() - 1)
 
 
 def next_piece(
     jobs: Iterable[Job], most: int, room: int | None, *, rounds: bool = False
 ) -> Piece | None:
-    """The jobs, from the first on, whose prompts are read next; None if there are none.
+    """The next piece to read, from the first jobs; None if there are none.
 
     Args:
-        jobs: those that are read, in order.
-        most: tokens at most, padding included.
-        room: columns of a row; padding needs some, too. None if there is no limit.
-        rounds: take few different numbers of rows and lengths, for which there are graphs: powers
-            of two, and those of `rounded_length` where there is room.
+        jobs: jobs in prefill, in order.
+        most: maximum number of tokens, including padding.
+        room: columns of a row, which padding uses too. None if there is no limit.
+        rounds: use only few numbers of rows and lengths, for which there are graphs: powers of two,
+            and those of `rounded_length` where there is room.
     """
     chosen: list[Job] = []
     counts: list[int] = []
 
     def length_of(num: int) -> int:
-        """Of a piece of the first jobs, as short as it can be."""
+        """Shortest length of a piece with the first `num` jobs."""
         longest, held = max(counts[:num]), max(job.num_read for job in chosen[:num])
         padded = min(rounded_length(longest), most) if rounds else longest
         return padded if room is None or held + padded <= room else longest

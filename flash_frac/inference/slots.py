@@ -1,7 +1,7 @@
-"""Slots: the rows of tensors in which sequences live, and the one way from a row to its next token.
+"""Slots: the tensor rows that hold sequences, and the decode step that computes their next tokens.
 
-Everything about a sequence that a step needs is in its row of some tensor, settings of sampling
-too, so that one graph for a number of rows serves whatever sequences are in them.
+Everything that a step needs to know about a sequence, including sampling settings, is in its row of
+some tensor. So one CUDA graph for a number of rows serves any sequences in them.
 Letters: B rows, T tokens, V vocabulary.
 """
 
@@ -20,29 +20,29 @@ from flash_frac.models import FracForCausalLM
 from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.slot_cache import SlotCache
 
-# Columns of any buffer.
+# More columns than any buffer has.
 EVERYTHING = 2**62
-# Longer pieces of prompts keep a GPU busy while the host prepares the next kernels, and need no
+# Longer pieces of prompts keep a GPU busy while the host launches the next kernels, so they need no
 # graph.
 LONGEST_RECORDED = 4096
 
 
 class Slots:
-    """B rows, claimed once; those not in use compute garbage that nobody reads.
+    """B rows, allocated once; unused rows compute garbage that nobody reads.
 
     Args:
         model: in eval mode.
         example: a cache of the model, with the shapes of one sequence.
         num_rows: B.
-        size: columns for keys and values of layers that see all tokens.
+        size: columns in the KV cache of full-attention layers.
 
     Attributes:
         cache: states, keys and values.
-        settings: of sampling.
-        token: (B, 1), the last one, which the next step reads.
+        settings: sampling settings.
+        token: (B, 1), the last token, which the next step reads.
         logits: (B, V) float32, from which it was chosen.
-        used: (B,), whether a sequence is there. Others begin at position 0 again in every step, so
-            that they never run out of their buffers.
+        used: (B,), whether a row holds a sequence. Unused rows restart at position 0 in every step,
+            so they never overrun their buffers.
         seen: (B, V), tokens to which the repetition penalty applies.
     """
 
@@ -69,7 +69,7 @@ class Slots:
         return self.cache.claimed + sum(x.nbytes for x in others)
 
     def clear(self) -> None:
-        """Let every row be in use, and hold no token."""
+        """Mark every row as used and empty."""
         self.cache.clear()
         self.used.fill_(True)
 
@@ -80,7 +80,7 @@ class Slots:
         return self._views[num]
 
     def advance(self, num: int) -> Tensor:
-        """Read the last tokens of the first rows and choose the next; what `choose` returns."""
+        """Read the last tokens of the first rows and return the next, as `choose` does."""
         cache, _ = self._first(num)
         cache.fixed_room = EVERYTHING
         if cache.attention_layers:
@@ -94,8 +94,8 @@ class Slots:
         """Read ids (B', T) into the first B' rows, which hold `counts` tokens; keep the logits.
 
         Args:
-            room: columns to look at, by which the same kernels serve all counts; None: as many as
-                there are tokens.
+            room: columns to attend to, so that the same kernels serve all counts; None attends to
+                as many as there are tokens.
             mask: (B', T), False at padding.
         """
         cache, _ = self._first(len(ids))
@@ -103,7 +103,7 @@ class Slots:
         self.logits[: len(ids)] = read_tokens(self.model, cache, ids, mask)
 
     def signature(self, counts: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """What `read` of T tokens takes from the host if no room is given: a graph for each."""
+        """Host values that `read` of T tokens uses without `room`; each needs its own graph."""
         cache, _ = self._first(len(counts))
         cache.counts, cache.fixed_room = list(counts), None
         return cache.signature(num_tokens)
@@ -111,11 +111,11 @@ class Slots:
     def choose(self, num: int) -> Tensor:
         """The next tokens of the first rows: (2, num) int32, tokens and bits of their logprobs.
 
-        A token is -1 where logits are no numbers.
+        A token is -1 where logits are not finite.
         """
         _, settings = self._first(num)
         tokens, logprobs = choose_each(self.logits[:num], settings, seen=self.seen[:num])
-        # A row that has failed, or is not in use, must read some token.
+        # A failed or unused row still has to read some token.
         self.token[:num, 0] = tokens.clamp_min(0)
         return torch.stack([tokens.int(), logprobs.view(torch.int32)])
 
@@ -140,7 +140,7 @@ class Slots:
     def copy_row(
         self, row: int, source: Slots, source_row: int, num_tokens: int | None = None
     ) -> None:
-        """Be in a row as others are in theirs, which has read this many tokens; None: any."""
+        """Copy a row of other slots, which has read this many tokens; None if unknown."""
         self.cache.copy_row(row, source.cache, source_row, num_tokens)
         for mine, theirs in (
             (self.settings.table, source.settings.table),
@@ -150,7 +150,7 @@ class Slots:
             mine[row].copy_(theirs[source_row])
 
     def most_likely(self, rows: Sequence[int], num: int) -> Tensor:
-        """Of these rows, which have just chosen, the most likely tokens.
+        """The most likely tokens of these rows in the step that just ran.
 
         Returns:
             (2, rows, num) int32, tokens and bits of their logprobs.
@@ -161,7 +161,7 @@ class Slots:
 
 
 class Sent:
-    """A tensor on its way to the host; nothing waits for it before it is wanted.
+    """A tensor on its way to the host; only `get` waits for it.
 
     Example: `sent = Sent(slots.advance(8)); launch_more(); sent.get()`
     """
@@ -174,23 +174,23 @@ class Sent:
             self._event.record(torch.cuda.current_stream(x.device))
 
     def get(self) -> Tensor:
-        """The tensor on the host, once it is there."""
+        """Wait for the tensor and return it on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
 
 
 def pinned(values: Any, device: torch.device) -> Tensor:
-    """Whole numbers in memory from which they go to a device without a wait."""
+    """Integers in pinned memory, which can be copied to a device asynchronously."""
     x = torch.as_tensor(values)
     return x.pin_memory() if device.type == "cuda" else x
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Whole numbers as a tensor on a device, without a wait for it."""
+    """Integers as a tensor on a device, copied asynchronously."""
     return pinned(values, device).to(device, non_blocking=True)
 
 
 def floats(bits: Tensor) -> list[Any]:
-    """Logprobs, of any shape, from their bits."""
+    """Logprobs of any shape from their int32 bits."""
     return bits.view(torch.float32).tolist()

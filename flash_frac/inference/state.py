@@ -1,7 +1,6 @@
-"""What a model's layers remember, in a `BufferedCache`, and what time without input does to it.
+"""The state of a model's layers in a `BufferedCache`, and its decay over time without input.
 
-Keys and values of layers that see all tokens are only appended to, so that moments of one stream
-share them.
+The KV cache of full-attention layers only grows at its end, so all marks of a stream share it.
 Letters: B sequences, T tokens, V vocabulary.
 """
 
@@ -34,13 +33,13 @@ PIECE = 4096
 
 @dataclass(frozen=True, eq=False)
 class StreamMark:
-    """All of a stream at one moment. Nothing writes to a mark that `FracStream.mark` has given.
+    """A snapshot of a stream. A mark from `FracStream.mark` is never written to.
 
     Attributes:
         cache: the states of the layers.
-        logits: (B, V) float32 of the next token, or None if they are not known.
-        seen: (B, V), True at tokens that the sequence holds; replaced, never written.
-        lengths: tokens of each sequence.
+        logits: (B, V) float32 of the next token, or None if they are unknown.
+        seen: (B, V), True at tokens that the sequence contains; replaced, never written.
+        lengths: number of tokens of each sequence.
         tails: each sequence's end as text; empty without a tokenizer.
     """
 
@@ -51,9 +50,9 @@ class StreamMark:
     tails: tuple[TextTail, ...]
 
     def copy(self, into: BufferedCache | None = None) -> StreamMark:
-        """The same in other memory: that of a cache which is not needed any more, or new.
+        """A copy in new memory, or in that of a cache that is no longer needed.
 
-        Keys and values of layers that see all tokens are shared.
+        It shares the KV cache of full-attention layers.
         """
         if into is None:
             into = self.cache.copy()
@@ -64,13 +63,13 @@ class StreamMark:
         return replace(self, cache=into, logits=logits)
 
     def fork(self) -> StreamMark:
-        """The same in other memory, of which nothing is shared."""
+        """A copy that shares no memory."""
         copied = self.copy()
         copied.cache.full = copied.cache.full.resized(copied.cache.full.size)
         return copied
 
     def without_tokens(self) -> StreamMark:
-        """`copy`, which leaves the keys and values that grow to whoever holds the tokens after."""
+        """Like `copy`, without the growing KV cache, which the later stream holds."""
         copied = self.copy()
         copied.cache.full = KeyValues()
         return copied
@@ -83,11 +82,11 @@ class StreamMark:
         cache: BufferedCache,
         logits: Tensor,
     ) -> StreamMark:
-        """The moment after ids (B, T), of each sequence the last `counts`, with what they left."""
+        """The mark after reading the last `counts` of ids (B, T), with its cache and logits."""
         device, fed = self.seen.device, torch.tensor(counts)[:, None]
         mask = padding_mask(ids, counts)
         if mask is not None:
-            # Instead of padding the last token once more, which was seen anyway.
+            # Replace padding by the last token, which is marked as seen anyway.
             ids = torch.where(mask.to(ids.device), ids, ids[:, -1:])
         seen = self.seen.scatter(1, ids.to(device), True)
         if min(counts) == 0 and self.logits is not None:
@@ -123,20 +122,22 @@ class StreamMark:
 def find_mark(marks: Sequence[StreamMark], mark: StreamMark | None) -> int:
     """The position of a mark, or of the last one, among those of a stream."""
     found = [n for n, mine in enumerate(marks) if mark is None or mine is mark]
+    if not marks and mark is None:
+        raise ValueError("there is no mark to roll back to or release; call mark() first")
     if not found:
         raise ValueError(
-            f"mark must be one that this stream has, got {mark} and {len(marks)} marks; rollback "
-            "and release drop the marks after theirs"
+            f"mark must be one of this stream's {len(marks)} marks, got another; rollback and "
+            "release drop all later marks"
         )
     return found[-1]
 
 
 def check_model(model: object) -> None:
-    """ValueError unless this is a FracForCausalLM itself, with its weights at hand."""
+    """Raise a ValueError unless this is an unwrapped FracForCausalLM with loaded weights."""
     if not isinstance(model, FracForCausalLM):
         raise ValueError(
-            f"model must be a FracForCausalLM, got {type(model).__name__}; of a wrapped one "
-            "(compiled, or in DistributedDataParallel) pass the model inside"
+            f"model must be a FracForCausalLM, got {type(model).__name__}; if it is wrapped "
+            "(compiled, or in DistributedDataParallel), pass the model inside"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
@@ -148,14 +149,14 @@ def check_model(model: object) -> None:
 def read_tokens(
     model: FracForCausalLM, cache: FracCache, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Take ids (B, T) into the cache; logits (B, V) float32 after the last.
+    """Read ids (B, T) into the cache; return float32 logits (B, V) after the last.
 
     Args:
-        mask: (B, T), 0 at padding, on the left; None if there is none.
+        mask: (B, T), 0 at padding, on the left; None without padding.
     """
     device = model.model.embed_tokens.weight.device
     if mask is not None and mask.device.type != "cpu":
-        # One on the CPU is moved by the model, which looks at it first.
+        # The model moves a mask on the CPU itself, after checking it there.
         mask = mask.to(device)
     with evaluating(model):
         output = model(
@@ -171,7 +172,7 @@ def read_tokens(
 def read_pieces(
     model: FracForCausalLM, cache: BufferedCache, ids: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`read_tokens` in memory that does not grow with T, but for keys and values."""
+    """Like `read_tokens`; only the KV cache grows with T, no other memory."""
     cache.reserve(ids.shape[1])
     logits = None
     for part in pieces(ids, mask, PIECE):
@@ -188,7 +189,7 @@ def read_one(
     ids: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """`read_tokens` of ids (B, 1) after those of one cache into another, from a CUDA graph."""
+    """Read ids (B, 1) after the tokens of one cache into another, with a CUDA graph."""
 
     def step(ids: Tensor, mask: Tensor | None = None) -> Tensor:
         target.copy_fixed(source)
@@ -206,12 +207,12 @@ def read_one(
 
 
 def num_real(ids: Tensor, mask: Tensor | None = None) -> list[int]:
-    """Tokens of each sequence of ids (B, T) that are no padding."""
+    """Number of tokens in each sequence of ids (B, T), without padding."""
     return [ids.shape[1]] * ids.shape[0] if mask is None else mask.ne(0).sum(1).tolist()
 
 
 def padding_mask(ids: Tensor, counts: Sequence[int]) -> Tensor | None:
-    """(B, T), False before the last `counts` of each sequence; None if all of ids (B, T) count."""
+    """(B, T), False before the last `counts` of each sequence; None without padding."""
     if min(counts) == ids.shape[1]:
         return None
     return torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(counts)[:, None]
@@ -224,13 +225,13 @@ def pieces(ids: Tensor, mask: Tensor | None, size: int) -> Iterator[tuple[Tensor
 
 
 def mixers(model: FracForCausalLM) -> list[Any]:
-    """The mixers of the layers with a state of fixed size, in order."""
+    """The mixers of layers with a fixed-size state, in order."""
     return [block.mixer for block in model.model.layers if isinstance(block, FracBlock)]
 
 
 @torch.no_grad()
 def empty_cache(model: FracForCausalLM, batch_size: int) -> BufferedCache:
-    """The cache of B sequences without tokens."""
+    """An empty cache for B sequences."""
     blocks = enumerate(model.model.layers)
     examples = {n: x.self_attn.k_norm.weight for n, x in blocks if isinstance(x, AttentionBlock)}
     cache = BufferedCache(model.config, batch_size, examples)
@@ -250,14 +251,14 @@ def states_of(cache: FracCache) -> list[MixerState]:
 
 @torch.no_grad()
 def let_pass(model: FracForCausalLM, cache: FracCache, gap: float) -> None:
-    """`FracStream.advance`, in the memory of the cache."""
+    """`FracStream.advance`, in place on the cache."""
     if cache.attention_layers:
         logger.warning_once(
-            f"advance leaves the attention layers {cache.attention_layers} as they are, because "
-            "keys and values do not fade; frac and delta layers fade."
+            f"advance leaves the attention layers {cache.attention_layers} unchanged, because "
+            "keys and values do not fade; only frac and delta layers fade."
         )
     for mixer, state in zip(mixers(model), states_of(cache), strict=True):
-        # In float64: a factor close to 1, for a slow mode, would be off the same way every time.
+        # In float64: rounding errors of factors close to 1 (slow modes) would add up.
         factor = torch.exp(gap * mixer.idle_log_decay().double())
         state.recurrent.copy_(state.recurrent * factor[..., None])
         shift = min(math.floor(gap), state.conv.shape[-1])

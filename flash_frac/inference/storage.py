@@ -1,8 +1,8 @@
-"""States as files: safetensors with a checksum and the fingerprint of their model.
+"""State files: safetensors with a checksum and the fingerprint of their model.
 
-The fingerprint has the settings that change what a model computes, the names, shapes and dtypes of
-its tensors, and a hash over 256 elements of each. Training changes almost all elements, so that
-another model is recognised; an edit of a few elements by hand may not be.
+The fingerprint contains the settings that affect a model's output, the names, shapes and dtypes of
+its tensors, and a hash over 256 elements of each tensor. Training changes almost all elements, so
+another model is detected; a manual edit of a few elements may not be.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flash_frac.files import drafted
 from flash_frac.inference.state import StreamMark, empty_cache, mixers, states_of
 from flash_frac.inference.text import TextTail
 from flash_frac.layers import FracMixer
+from flash_frac.layers.plain import parts_of
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.buffers import BufferedCache
 from flash_frac.models.mixers import MLP_EXPAND
@@ -35,9 +36,9 @@ class Format:
     """A kind of file.
 
     Attributes:
-        name, version: as they stand in the file.
-        content: what it holds.
-        writer: which function writes it.
+        name, version: as written in the file.
+        content: description of the content, for messages.
+        writer: the function that writes it, for messages.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Format:
 
 STREAM = Format("flash_frac.stream", "1", "stream", "FracStream.save")
 SAMPLES = 256
-# A prime, whose multiples modulo the size of a tensor are spread over all rows and columns.
+# A prime: its multiples modulo the size of a tensor spread over all rows and columns.
 STRIDE = 2654435761
 
 _FIELDS = (
@@ -56,18 +57,18 @@ _FIELDS = (
     *("num_attention_heads", "frac_num_modes", "frac_conv_kernel", "frac_gate_bias_init"),
     *("rms_norm_eps", "tie_word_embeddings"),
 )
-# Of models with attention only, so that files of others stay what they were.
+# Only for models with attention, so that files of other models do not change.
 _ATTENTION_FIELDS = (
     *("attention_layers", "attention_head_dim", "attention_key_value_heads"),
     *("attention_intermediate_size", "attention_rope_parameters"),
 )
-# Where they are not what they were before these fields were there.
+# Included only if they differ from the behaviour before these fields existed.
 _LATER_FIELDS = (
     *("mlp_intermediate_size", "attention_positions", "attention_temperature_length"),
     *("attention_temperature_slope", "sliding_window", "delta_num_heads", "delta_head_dim"),
     *("delta_expand_v", "delta_conv_kernel"),
 )
-# For each model, at which addresses and versions its tensors were when they were hashed.
+# For each model, the addresses and versions of its tensors when they were hashed.
 _HASHES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], dict[str, str]]] = (
     WeakKeyDictionary()
 )
@@ -75,24 +76,25 @@ _HASHES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], dict[str, str
 
 @torch.no_grad()
 def fingerprint(model: FracForCausalLM) -> dict[str, str]:
-    """What tells a model from others: "settings" as JSON, and hashes "structure" and "weights".
+    """Identify a model: "settings" as JSON, and the hashes "structure" and "weights".
 
-    The hashes are kept until a tensor of the model is written or replaced.
+    The hashes are cached until a tensor of the model is written or replaced.
 
     Example: `fingerprint(model)["weights"]`
     """
     # One walk over the modules: named_parameters and named_buffers would take ten times as long.
     owned = [x for y in model.modules() for x in (*y._parameters.values(), *y._buffers.values())]
-    owned = [x for x in owned if x is not None]
-    # Tensors made in inference mode do not count how often they were written.
+    owned = [part for x in owned if x is not None for part in parts_of(x)]
+    # Tensors created in inference mode have no version counter.
     counted = not any(x.is_inference() for x in owned)
     versions = [(x.data_ptr(), x._version) for x in owned] if counted else []
     known, hashes = _HASHES.get(model, ([], {}))
     if not counted or known != versions:
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        shapes = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
+        parts = [(name, part) for name, x in tensors.items() for part in parts_of(x)]
+        shapes = [[name, list(x.shape), str(x.dtype)] for name, x in parts]
         weights = hashlib.sha256()
-        for x in tensors.values():
+        for _, x in parts:
             weights.update(_bytes(_sample(x)))
         structure = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
         hashes = {"structure": structure, "weights": weights.hexdigest()}
@@ -112,14 +114,16 @@ def fingerprint(model: FracForCausalLM) -> dict[str, str]:
 def _later_settings(config: FracConfig) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in _LATER_FIELDS}
     found = {name: value for name, value in found.items() if value != getattr(FracConfig, name)}
-    # attention_layers tells the others apart.
+    # For the others, attention_layers is enough.
     if {"delta", "sliding_attention"} & set(config.mixer_types or ()):
         found["mixer_types"] = config.mixer_types
     return found
 
 
 def _sample(x: Tensor) -> Tensor:
-    """SAMPLES elements of a tensor, or all if there are no more."""
+    """SAMPLES elements of a tensor, or all if it has fewer."""
+    # torch cannot index 8-bit floats.
+    x = x.view(torch.uint8) if x.itemsize == 1 else x
     positions = torch.arange(min(SAMPLES, x.numel()), device=x.device)
     if x.numel() > SAMPLES:
         positions = positions * STRIDE % x.numel()
@@ -127,7 +131,7 @@ def _sample(x: Tensor) -> Tensor:
 
 
 def fixed_tensors(cache: BufferedCache) -> dict[str, Tensor]:
-    """States, windows and rings of a cache, by names that begin with the number of the layer."""
+    """States, windows and ring buffers of a cache, by names that start with the layer number."""
     tensors = {}
     for index, state in zip(cache.state_layers, states_of(cache), strict=True):
         tensors |= {f"{index}.recurrent": state.recurrent, f"{index}.conv": state.conv}
@@ -135,7 +139,7 @@ def fixed_tensors(cache: BufferedCache) -> dict[str, Tensor]:
 
 
 def growing_tensors(cache: BufferedCache) -> dict[str, Tensor]:
-    """Keys and values of the layers that see all tokens, by names as in `fixed_tensors`."""
+    """Keys and values of full-attention layers, by names as in `fixed_tensors`."""
     return _by_name(cache.full.layers)
 
 
@@ -145,7 +149,7 @@ def _by_name(layers: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 def _to_tensors(cache: BufferedCache) -> dict[str, Tensor]:
-    """Everything that a cache holds."""
+    """All tensors of a cache, by name."""
     growing = growing_tensors(cache).items()
     return fixed_tensors(cache) | {name: x[:, :, : cache.longest] for name, x in growing}
 
@@ -153,7 +157,7 @@ def _to_tensors(cache: BufferedCache) -> dict[str, Tensor]:
 def _from_tensors(
     model: FracForCausalLM, tensors: dict[str, Tensor], lengths: Sequence[int]
 ) -> BufferedCache:
-    """The cache that `_to_tensors` was given, on the devices of the layers, in other memory."""
+    """Rebuild a cache from `_to_tensors`, in new memory on the devices of the layers."""
     cache = empty_cache(model, len(lengths))
     for index, state in zip(cache.state_layers, states_of(cache), strict=True):
         state.recurrent.copy_(tensors[f"{index}.recurrent"])
@@ -171,7 +175,7 @@ def _from_tensors(
 
 
 def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
-    """Keys or values of older files, which had padding, False in real (B, T), between them."""
+    """Drop padding, where real (B, T) is False, from keys or values of older files."""
     if real is None:
         return x
     order = real.long().argsort(dim=1, descending=True, stable=True)
@@ -179,7 +183,7 @@ def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
 
 
 def write_mark(path: Path, mark: StreamMark, model: FracForCausalLM) -> None:
-    """Write a moment of a stream to a file that is there whole or not at all."""
+    """Write a snapshot of a stream to a file, atomically."""
     tensors = {"seen": mark.seen} | ({} if mark.logits is None else {"logits": mark.logits})
     tensors |= _to_tensors(mark.cache)
     tails = json.dumps([[tail.ids, tail.shown, tail.waiting] for tail in mark.tails])
@@ -188,7 +192,7 @@ def write_mark(path: Path, mark: StreamMark, model: FracForCausalLM) -> None:
 
 
 def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
-    """What `write_mark` has written, on the devices of the model, which must be the same.
+    """Read a file of `write_mark` onto the devices of the model, which must be the same model.
 
     Args:
         text: whether the stream shows text.
@@ -196,8 +200,8 @@ def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
     facts, tensors = read_file(path, STREAM)
     if difference := difference_of(facts, fingerprint(model)):
         raise ValueError(
-            f"{path} was written with another model: {difference}. A state means nothing to "
-            "another model; load the one that wrote it, or feed the text again"
+            f"{path} was written with another model: {difference}. A state only works with its "
+            "own model; load the one that wrote it, or feed the text again"
         )
     device, logits = model.lm_head.weight.device, tensors.get("logits")
     lengths, tails = tuple(json.loads(facts["lengths"])), ()
@@ -205,7 +209,7 @@ def read_mark(path: Path, model: FracForCausalLM, *, text: bool) -> StreamMark:
         # It may have been saved without a tokenizer.
         kept = json.loads(facts["tails"]) or [[[], 0, 0]] * len(lengths)
         tails = tuple(TextTail(tuple(ids), *rest) for ids, *rest in kept)
-    # Copies, because on a CPU these would be the file itself, mapped into memory.
+    # Copy, because on a CPU these tensors are the memory-mapped file itself.
     logits = None if logits is None else logits.to(device, copy=True)
     seen = tensors["seen"].to(device, copy=True)
     return StreamMark(_from_tensors(model, tensors, lengths), logits, seen, lengths, tails)
@@ -219,10 +223,10 @@ def write_file(
     *,
     sync: bool = True,
 ) -> None:
-    """Write a file that is there whole or not at all.
+    """Write a file atomically.
 
     Args:
-        sync: wait until it is on the disk. Else a power cut may damage it, which a reader notices.
+        sync: wait until it is on disk. Otherwise a power cut may damage it; readers detect that.
     """
     facts = {"format": form.name, "version": form.version, **facts}
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
@@ -232,7 +236,7 @@ def write_file(
 
 
 def read_file(path: Path, form: Format) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What `write_file` has written; ValueError if it is something else, or damaged."""
+    """Read a file of `write_file`; raise a ValueError if it is damaged or of another kind."""
     facts, tensors = read_part(path, form)
     if facts.pop("checksum", None) != _checksum(facts, tensors):
         raise ValueError(f"{path} is damaged: its content does not match its checksum")
@@ -242,34 +246,34 @@ def read_file(path: Path, form: Format) -> tuple[dict[str, str], dict[str, Tenso
 def read_part(
     path: Path, form: Format, names: Sequence[str] | None = None
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """`read_file` without its checksum, for a look at some tensors of a large file."""
+    """Like `read_file`, without the checksum, to read some tensors of a large file."""
     try:
         with safe_open(path, "pt") as file:
             facts = dict(file.metadata() or {})
-            # keys() is a method of a file, which is no dict.
+            # keys() is a method of the file object, which is not a dict.
             held = list(file.keys())
             wanted = held if names is None else [name for name in names if name in held]
             tensors = {name: file.get_tensor(name) for name in wanted}
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is no whole safetensors file, as {form.writer} writes it: it is cut short, "
-            f"damaged or of another kind. The reader said: {error}"
+            f"{path} is not a complete safetensors file of {form.writer}: it is cut short, "
+            f"damaged or of another kind. The reader reports: {error}"
         ) from error
     if facts.get("format") != form.name:
         raise ValueError(
-            f"{path} holds no {form.content}, but other tensors ({', '.join(held[:3])}); "
-            f"expected a file that {form.writer} has written"
+            f"{path} does not hold a {form.content}, but other tensors ({', '.join(held[:3])}); "
+            f"expected a file written by {form.writer}"
         )
     if facts.get("version") != form.version:
         raise ValueError(
-            f"{path} has version {facts.get('version')} of the format, but this flash-frac reads "
+            f"{path} has format version {facts.get('version')}, but this flash-frac reads "
             f"version {form.version}; read it with the flash-frac that wrote it"
         )
     return facts, tensors
 
 
 def difference_of(there: dict[str, str], here: dict[str, str]) -> str | None:
-    """What differs between two models, by their fingerprints; None if they are the same."""
+    """How two models differ, by their fingerprints; None if they are the same."""
     mine, theirs = (_settings(x) for x in (here, there))
     if mine != theirs:
         names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
@@ -280,12 +284,12 @@ def difference_of(there: dict[str, str], here: dict[str, str]) -> str | None:
     if here["structure"] != there["structure"]:
         return "its tensors have other names, shapes or dtypes"
     if here["weights"] != there["weights"]:
-        return "it has the same shape and other weights"
+        return "it has the same shape but other weights"
     return None
 
 
 def _settings(facts: dict[str, str]) -> dict[str, Any]:
-    """The settings of a fingerprint, with what older ones left out."""
+    """The settings of a fingerprint, with fields that older files lack filled in."""
     settings = json.loads(facts["settings"])
     if settings.get("attention_layers") and settings["attention_intermediate_size"] is None:
         settings["attention_intermediate_size"] = MLP_EXPAND * settings["hidden_size"]
@@ -293,7 +297,7 @@ def _settings(facts: dict[str, str]) -> dict[str, Any]:
 
 
 def _checksum(facts: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """CRC-32 of everything in a file. It finds accidents; nothing here is secret or signed."""
+    """CRC-32 of everything in a file. It detects accidental damage, not tampering."""
     shapes = [[name, str(tensors[name].dtype), *tensors[name].shape] for name in sorted(tensors)]
     total = zlib.crc32(json.dumps([facts, shapes], sort_keys=True).encode())
     for name in sorted(tensors):

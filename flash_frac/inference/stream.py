@@ -1,21 +1,20 @@
-"""Streams: the whole past of some sequences, in memory of fixed size, as a thing to hold.
+"""Streams: the entire past of one or more sequences as an object of fixed size.
 
-A Frac model carries what it has read in a recurrent state and a convolution's window per layer. A
-`FracStream` holds them with the logits of the next token: it reads on, generates, is copied, wound
-back, moved through time and kept in a file, whatever the number of tokens that came before.
+A Frac model keeps what it has read in a recurrent state and a convolution window per layer. A
+`FracStream` holds them with the logits of the next token. You can feed it, generate from it, copy
+it, roll it back, advance it in time and save it, at a cost independent of the tokens read so far.
 
-A stream is a slot that one holds. It shares the engine's cache, recorder, way to read tokens and
-choice of tokens: a seed draws what it draws in an engine. It has no row of `Slots`, for three
-reasons. Its logits may be changed before a token is chosen, and a slot's step chooses in the graph.
-A step that fails has not happened, and so writes to a second copy of the state. Keys and values
-grow, and marks share them.
+A stream shares the engine's cache, recorder, reading and sampling code, so a seed gives the same
+samples as in an engine. It does not use `Slots`, for three reasons. Its logits may be changed
+before a token is chosen, whereas a slot's step chooses in the graph. A failed step must leave no
+trace, so it writes to a second copy of the state. The KV cache grows, and marks share it.
 Letters: B sequences, T time, V vocabulary, H heads, M modes, D head channels, I = H D, K taps.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,14 +53,14 @@ from flash_frac.models.buffers import BufferedCache
 
 
 class FracStream:
-    """B sequences of a model, which hold no token at first.
+    """B sequences of a model, empty at first.
 
-    A call that an error or an interrupt breaks off has not happened: it works on a second copy of
-    the state, which takes the place of the first when all is done.
+    A call that fails or is interrupted leaves the stream unchanged: it works on a second copy of
+    the state, which replaces the first when the call succeeds.
 
     Args:
-        model: on any device; called in eval mode, and in its own mode again afterwards.
-        tokenizer: for text in and out; without one a stream takes and gives ids.
+        model: on any device; calls run in eval mode and restore its mode afterwards.
+        tokenizer: for text input and output; without one, a stream reads and yields ids.
         batch_size: B.
 
     Example:
@@ -101,12 +100,12 @@ class FracStream:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens that each sequence holds."""
+        """Number of tokens of each sequence."""
         return self._now.lengths
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(self._now.lengths)
 
     @property
@@ -116,22 +115,22 @@ class FracStream:
 
     @property
     def state(self) -> list[MixerState]:
-        """States of frac and delta layers: to be read before the stream goes on, or else cloned."""
+        """States of frac and delta layers; clone them, because the next call overwrites them."""
         return states_of(self._now.cache)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state. The stream holds them twice, and once more for each mark.
+        """Bytes of the state. The stream holds it twice, and once more for each mark.
 
-        Keys and values of attention layers, which grow with every token, it holds once.
+        The KV cache of attention layers, which grows with every token, is held once.
         """
         return self._now.cache.nbytes
 
     def feed(self, inputs: Inputs) -> FracStream:
-        """Read on; however a sequence is cut into calls, the result is the same.
+        """Read more tokens; the result does not depend on how a sequence is split into calls.
 
-        Text becomes tokens call by call. The first text of a sequence begins as the tokenizer
-        begins a text, with its bos token or nothing (docs/training.md); ids are read as they are.
+        Text is tokenized separately for each call. The first text of a sequence starts as the
+        tokenizer starts a text, with or without a bos token (docs/training.md); ids are read as is.
 
         Args:
             inputs: a text, a list of ids or a tensor (T,); for B > 1 a list of B texts or of B
@@ -148,7 +147,7 @@ class FracStream:
         if min(counts) == 0 and self.logits is None:
             raise ValueError(
                 f"inputs must hold tokens for every sequence, got {counts} of them, because the "
-                "logits of the next token are not known yet; feed a token to each first"
+                "logits of the next token are unknown; feed a token to each first"
             )
         tails = self._now.tails
         if self._decode is not None:
@@ -169,27 +168,31 @@ class FracStream:
         seed: int | None = None,
         eos: bool | int | Sequence[int] = True,
         stop: Sequence[str] = (),
-    ) -> Iterator[Any]:
-        """Go on, token by token. What has been yielded is in the state, and nothing else is.
+    ) -> Generator[Any, None, bool]:
+        """Continue token by token. The state holds exactly what has been yielded.
 
-        The loop may be left at any time, the stream used otherwise, and `generate` called again.
+        You may leave the loop at any time, use the stream, and call `generate` again.
 
         Args:
-            max_new_tokens: how many at most; None for no bound.
-            temperature, top_k, top_p, min_p, repetition_penalty: of `SamplingSettings`; the penalty
-                is for all tokens of the stream.
-            seed: random seed of this call; None to draw one from torch's default generator. Every
-                sequence has draws of its own, as in `Generator.generate`.
-            eos: whether the model's end token ends a sequence, or which ids do. They are read, too.
-            stop: texts that end a sequence; they are read and yielded.
+            max_new_tokens: maximum number of new tokens; None for no limit.
+            temperature, top_k, top_p, min_p, repetition_penalty: see `SamplingSettings`; the
+                penalty applies to all tokens of the stream.
+            seed: random seed of this call; None takes one from torch's default generator. Each
+                sequence samples independently, as in `Generator.generate`.
+            eos: whether the model's end token ends a sequence, or which ids do. The state includes
+                them.
+            stop: texts that end a sequence; they are yielded, and the state includes them.
 
         Raises:
-            RuntimeError: the logits of a sequence are no numbers (NaN or infinite).
+            RuntimeError: the logits of a sequence are not finite (NaN or infinite).
 
         Yields:
-            With a tokenizer text, a str (a list of B for B > 1), as soon as its letters are whole:
-            a letter begun is held back, for the next call too. Without, ids (B,); a sequence that
-            has ended gets padding, which its state does not read.
+            With a tokenizer, text: a str (a list of B for B > 1). An incomplete character is held
+            back until it is complete, even across calls. Without a tokenizer, ids (B,); a sequence
+            that has ended gets padding, which its state does not read.
+
+        Returns:
+            The generator's return value: whether the model ended all sequences before the limit.
         """
         sampling = SamplingSettings(
             temperature=temperature,
@@ -208,8 +211,8 @@ class FracStream:
         seed: int | None = None,
         eos: bool | int | Sequence[int] = True,
         stop: Sequence[str] = (),
-    ) -> Iterator[Any]:
-        """`generate` with settings in one object.
+    ) -> Generator[Any, None, bool]:
+        """Like `generate`, with settings in one object.
 
         Example: `stream.sample(SamplingSettings(temperature=0.8), max_new_tokens=100)`
         """
@@ -227,7 +230,7 @@ class FracStream:
 
     def _tokens(
         self, settings: SlotSettings, limit: int | None, ends: list[int], stops: StopStrings | None
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, bool]:
         pad = self.model.config.pad_token_id
         filling = pad if pad is not None else next(iter(ends), 0)
         alive, number = [1] * self.batch_size, 0
@@ -235,7 +238,7 @@ class FracStream:
             stops.watch(self.batch_size)
         self._recorder.look()
         while number != limit and any(alive):
-            # Marks share `seen`, in which the choice marks tokens.
+            # Copy `seen`, because sampling writes to it and marks share it.
             ids, _ = choose_each(self._known_logits(), settings, seen=self._now.seen.clone())
             if not all(alive):
                 ids = ids.where(torch.tensor(alive, device=ids.device) != 0, filling)
@@ -244,7 +247,7 @@ class FracStream:
                 raise no_numbers(tokens.index(-1))
             if self._decode is not None:
                 shown = take_each(tails, tokens, alive, self._decode)
-            # Before it is yielded, for whoever leaves the loop there; nothing slow lies between.
+            # Read the token before it is yielded, because the caller may leave the loop there.
             self._read(ids[:, None], alive, tuple(tails))
             alive = [int(n and x not in ends) for n, x in zip(alive, tokens, strict=True)]
             if stops is not None:
@@ -255,31 +258,32 @@ class FracStream:
                 yield ids
             elif any(shown):
                 yield shown[0] if len(shown) == 1 else shown
+        return not any(alive)
 
     def mark(self) -> StreamMark:
-        """Remember this moment, for `rollback`; marks may be nested, like savepoints in SQL."""
+        """Save a snapshot for `rollback`; marks may be nested, like savepoints in SQL."""
         self._marks.append(self._now.without_tokens())
         return self._marks[-1]
 
     def rollback(self, mark: StreamMark | None = None) -> FracStream:
-        """Be again, to the bit, as at a mark, by default the last; those after it are dropped."""
+        """Restore a mark, by default the last, bit for bit; drop the marks after it."""
         del self._marks[find_mark(self._marks, mark) + 1 :]
         self._commit(self._draft(self._marks[-1]))
         return self
 
     def release(self, mark: StreamMark | None = None) -> FracStream:
-        """Drop a mark, by default the last, and those after it; the stream stays as it is."""
+        """Drop a mark, by default the last, and those after it; the stream does not change."""
         del self._marks[find_mark(self._marks, mark) :]
         return self
 
     def fork(self) -> FracStream:
-        """Another stream with the same past, and its marks; neither will disturb the other."""
+        """An independent copy of the stream, with its marks."""
         fork = self._at(self._now.fork(), self.model, self.tokenizer)
         fork._marks = list(self._marks)
         return fork
 
     def select(self, index: int | Sequence[int] | slice | Tensor) -> FracStream:
-        """A stream of the sequences at `index`, in its order, without marks."""
+        """A stream of the sequences at `index`, in that order, without marks."""
         try:
             rows = torch.arange(self.batch_size)[[index] if isinstance(index, int) else index]
         except IndexError as error:
@@ -293,14 +297,14 @@ class FracStream:
 
     @staticmethod
     def cat(streams: Sequence[FracStream]) -> FracStream:
-        """One stream of all sequences of streams of one model, without marks.
+        """Join streams of one model into one stream of all their sequences, without marks.
 
-        The logits of the next token are known if they are in all of them.
+        The logits of the next token are known only if all streams know them.
         """
         kinds = {(id(stream.model), id(stream.tokenizer)) for stream in streams}
         if len(kinds) != 1:
             raise ValueError(
-                "streams must be at least one, and all of one model and one tokenizer, got "
+                "streams must be at least one, and share one model and one tokenizer, got "
                 f"{len(streams)} streams of {len(kinds)} pairs of model and tokenizer"
             )
         model, tokenizer = streams[0].model, streams[0].tokenizer
@@ -312,15 +316,15 @@ class FracStream:
 
             S_m <- exp(gap log_decay_m) S_m
 
-        where log_decay is what each head chooses for an input of zero, and nothing is written. The
-        window moves on by floor(gap) zeros. The recurrent state after `advance(a)` and `advance(b)`
-        is that after `advance(a + b)`. Which token comes next is then not known before another was
-        fed, unless gap is 0.
+        where log_decay is each head's value for a zero input, and nothing is written. The window
+        shifts by floor(gap) zeros. `advance(a)` then `advance(b)` gives the same recurrent state as
+        `advance(a + b)`. Unless gap is 0, the logits of the next token are unknown until another
+        token is fed.
 
-        Delta layers fade like one mode. Attention layers keep their keys and values, which do not
-        fade, and the positions of their tokens; a warning names them once.
+        Delta layers fade like one mode. Attention layers keep their keys, values and positions,
+        which do not fade; a warning names these layers once.
         """
-        # The largest float compares with integers of any size, without converting them.
+        # Comparing with the largest float works for integers of any size.
         if not (isinstance(gap, int | float) and 0 <= gap <= sys.float_info.max):
             raise ValueError(f"gap must be a finite number of tokens, 0 or more, got {gap!r:.40}")
         if gap == 0:
@@ -331,7 +335,7 @@ class FracStream:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write the stream, without its marks, to a file: all of it or, if that fails, nothing."""
+        """Write the stream, without its marks, to a file, atomically."""
         write_mark(Path(path), self._now, self.model)
 
     @classmethod
@@ -341,7 +345,7 @@ class FracStream:
         model: FracForCausalLM,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> FracStream:
-        """The stream that `save` has written, on the device of the model, which must be the same.
+        """Load a stream that `save` wrote onto the model's device; the model must be the same.
 
         Example: `FracStream.load("book.stream", model, tokenizer).feed("The end?")`
         """
@@ -351,35 +355,35 @@ class FracStream:
 
     @classmethod
     def _at(cls, now: StreamMark, model: FracForCausalLM, tokenizer: Any) -> FracStream:
-        """A stream at this moment, without marks."""
+        """A stream at `now`, without marks."""
         stream = object.__new__(cls)
         stream._set(now, model, tokenizer)
         return stream
 
     def _draft(self, mark: StreamMark | None = None) -> StreamMark:
-        """A copy of this moment, or of another, in the memory that the last draft has left."""
+        """A copy of the current state, or of a mark, in the memory of the last draft."""
         spare, self._spare = self._spare, None
         draft = (mark or self._now).copy(spare)
-        # The first tokens of this stream are those of its marks, which hold no keys and values.
+        # Marks hold no keys and values; theirs are the first ones of this stream.
         draft.cache.full = self._now.cache.full
         return draft
 
     def _commit(self, now: StreamMark) -> None:
-        # Each line leaves a whole stream behind, should it be the last.
+        # The stream is valid after each line, in case an interrupt comes between two.
         before = self._now.cache
         self._now = now
         self._spare = before
 
     def _read(self, ids: Tensor, counts: Sequence[int], tails: tuple[TextTail, ...]) -> None:
-        """Take in ids (B, T), of each sequence the last `counts`; T > 0."""
+        """Read the last `counts` tokens of each row of ids (B, T); T > 0."""
         cache, logits = self._step(ids, padding_mask(ids, counts))
         self._commit(self._now.after(ids, counts, tails, cache, logits))
 
     def _step(self, ids: Tensor, mask: Tensor | None) -> tuple[BufferedCache, Tensor]:
-        """The cache after ids (B, T) and logits (B, V); one token is read from a CUDA graph.
+        """The cache after ids (B, T), and logits (B, V); a single token uses a CUDA graph.
 
-        Two caches take turns, so that there are two graphs: there and back. After a call that fails
-        the spare one is dropped, for what it holds is no state.
+        Two caches alternate, so there is one graph for each direction. A failed call drops the
+        spare cache, because it is left incomplete.
         """
         source, (spare, self._spare) = self._now.cache, (self._spare, None)
         if spare is None or ids.shape[1] > 1:
@@ -390,7 +394,7 @@ class FracStream:
     def _known_logits(self) -> Tensor:
         if self._now.logits is None:
             raise ValueError(
-                "generate needs the logits of the next token, which are not known before the first "
+                "generate needs the logits of the next token, which are unknown before the first "
                 "token and after advance; feed at least one token"
             )
         return self._now.logits

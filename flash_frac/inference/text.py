@@ -1,4 +1,4 @@
-"""Text and tokens: from what a caller feeds to ids, and from ids that come one by one to text.
+"""Text and tokens: from a caller's input to ids, and from a stream of ids to text.
 
 Letters: B sequences, T time.
 """
@@ -20,9 +20,9 @@ from flash_frac.models import FracForCausalLM
 Inputs: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 
-# Tokens before a token on which its letters may depend; bytes that a letter has at most.
+# Earlier tokens on which a token's text may depend; maximum bytes of a character.
 CONTEXT, LONGEST_LETTER = 8, 4
-# What a tokenizer shows for bytes that are no letter, or not yet.
+# What a tokenizer shows for invalid or incomplete bytes.
 BROKEN = "\ufffd"
 
 
@@ -33,9 +33,9 @@ def to_ids(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[Tensor, list[int]]:
-    """Ids (B, T), the shorter sequences behind zeros that mean nothing, and tokens of each.
+    """Ids (B, T), padded on the left with zeros, and the number of tokens of each sequence.
 
-    `lengths` are those of the B sequences so far: at 0, a text begins as the tokenizer begins one.
+    `lengths` are those of the B sequences so far: at 0, a text starts as the tokenizer starts one.
 
     Example: `to_ids([[5, 6], [7]], ...)` gives [[5, 6], [0, 7]] and [2, 1].
     """
@@ -46,13 +46,13 @@ def to_ids(
         counts = [ids.shape[1]] * ids.shape[0]
     else:
         rows = [torch.as_tensor(row) for row in _rows(inputs, tokenizer, lengths)]
-        # A list without tokens becomes a tensor of floats.
+        # torch turns an empty list into a float tensor.
         rows = [row if row.numel() else row.long() for row in rows]
         counts = [row.numel() for row in rows]
         ids = torch.zeros(len(rows), max(counts), dtype=torch.long)
         for row, out in zip(rows, ids, strict=True):
             if row.ndim != 1 or row.is_floating_point():
-                raise ValueError(f"inputs must hold whole numbers, ids of tokens, got {inputs!r}")
+                raise ValueError(f"inputs must be integer token ids, got {inputs!r}")
             out[ids.shape[1] - row.numel() :] = row
     if ids.shape[0] != len(lengths):
         raise ValueError(
@@ -60,13 +60,14 @@ def to_ids(
             f"{ids.shape[0]}; to feed all of them the same, repeat it in a list"
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"inputs must hold whole numbers, ids of tokens, got {ids.dtype}")
+        raise ValueError(f"inputs must be integer token ids, got {ids.dtype}")
     if ids.numel():
-        # On a GPU, an id outside would end the process.
+        # On a GPU, an id out of range would crash the process.
         low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"inputs must be in [0, {vocab_size}), the vocabulary, got {low} to {high}"
+                f"inputs must be in [0, {vocab_size}), got ids from {low} to {high}; the "
+                f"vocabulary has {vocab_size}"
             )
     return ids.long(), counts
 
@@ -80,15 +81,15 @@ def _rows(
     if any(isinstance(text, str) for text in texts):
         if tokenizer is None:
             raise ValueError(
-                "inputs must be ids, got text; for text, make FracStream(model, tokenizer)"
+                "inputs must be ids, got text; for text, use FracStream(model, tokenizer)"
             )
         encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)  # pyright: ignore
         rows: Any = encoded["input_ids"]
         start = beginning(tokenizer) if 0 in lengths else []
         return [
-            # A text that names its bos token has it already.
+            # A text that already starts with the bos token gets no second one.
             start + row if row and n == 0 and row[: len(start)] != start else row
-            # The caller refuses a wrong number of texts.
+            # The caller checks the number of texts.
             for row, n in zip(rows, [*lengths, *[1] * len(rows)], strict=False)
         ]
     nested = len(inputs) > 0 and isinstance(inputs[0], (Sequence, Tensor))
@@ -100,7 +101,7 @@ def end_ids(
     model: FracForCausalLM,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[int]:
-    """Tokens that end a sequence: those named or, for True, those that the model knows of."""
+    """Tokens that end a sequence: the given ids or, for True, those of the model."""
     if eos is False:
         return []
     if eos is True:
@@ -119,14 +120,14 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 @dataclass(frozen=True)
 class TextTail:
-    """The end of a sequence as text: a letter of several bytes is shown when it is whole.
+    """The end of a sequence as text; a multi-byte character is shown once it is complete.
 
-    It is plain data, so that marks of a stream can share, compare and save it.
+    It is plain data, so marks of a stream can share, compare and save it.
 
     Attributes:
-        ids: the last tokens, from the beginning of a letter on.
-        shown: how many letters of their text were shown.
-        waiting: tokens that have come since something was shown.
+        ids: the last tokens, from the start of a character on.
+        shown: number of characters of their text already shown.
+        waiting: tokens received since something was shown.
 
     Example:
         >>> tail = TextTail()
@@ -140,9 +141,9 @@ class TextTail:
     waiting: int = 0
 
     def skip(self, ids: Sequence[int], decode: Decode) -> TextTail:
-        """The tail after ids that need not be shown."""
+        """The tail after ids that are not shown."""
         kept = (*self.ids, *ids)[-CONTEXT:]
-        # Either end may cut a letter. Some decoders show all bytes in a row as broken if one is.
+        # Either end may split a character. One bad byte makes some decoders reject its neighbours.
         for begin, begun in product(range(LONGEST_LETTER), repeat=2):
             text = decode(kept[begin : max(begin, len(kept) - begun)])
             if BROKEN not in text:
@@ -151,17 +152,17 @@ class TextTail:
         return TextTail(kept, len(text) - text.endswith(BROKEN))
 
     def take(self, token: int, decode: Decode) -> tuple[str, TextTail]:
-        """What there is to show after one more token, and the tail after it."""
+        """The text to show after one more token, and the new tail."""
         ids, waiting = (*self.ids, token), self.waiting + 1
         text = decode(ids)
         broken, silent = text.endswith(BROKEN), len(text) <= self.shown
         if (broken and waiting < LONGEST_LETTER) or (silent and waiting < CONTEXT):
             return "", TextTail(ids, self.shown, waiting)
         if silent or (broken and not decode((token,))):
-            # A special token, of which there may be any number, is forgotten.
+            # Drop special tokens, because there may be any number of them.
             return "", self
         if broken:
-            # More bytes than a letter has: all but the last are no letter, which may begin one.
+            # Too many bytes for a character: all but the last are invalid; the last may start one.
             kept = ids[-LONGEST_LETTER:]
             return text[self.shown : -1], TextTail(kept, len(decode(kept)) - 1, waiting)
         if len(ids) <= CONTEXT:
@@ -173,7 +174,7 @@ class TextTail:
 def skip_each(
     tails: Sequence[TextTail], ids: Tensor, counts: Sequence[int], decode: Decode
 ) -> tuple[TextTail, ...]:
-    """The tails of B sequences after ids (B, T), of each the last `counts`; none are shown."""
+    """The tails of B sequences after the last `counts` of ids (B, T), which are not shown."""
     rows = zip(ids[:, -CONTEXT:].tolist(), counts, strict=True)
     ends = (row[-count:] if count else [] for row, count in rows)
     return tuple(tail.skip(end, decode) for tail, end in zip(tails, ends, strict=True))
@@ -182,7 +183,7 @@ def skip_each(
 def take_each(
     tails: list[TextTail], tokens: Sequence[int], alive: Sequence[int], decode: Decode
 ) -> list[str]:
-    """What there is to show after a token of each sequence that lives; replaces their tails."""
+    """The text to show after a token of each live sequence; updates their tails."""
     shown = [""] * len(tails)
     for row in (n for n, lives in enumerate(alive) if lives):
         shown[row], tails[row] = tails[row].take(tokens[row], decode)
@@ -190,14 +191,14 @@ def take_each(
 
 
 class StopStrings:
-    """Watches sequences for texts that end them, such as "\\n\\n"; prompts do not count.
+    """Watches new tokens for texts that end a sequence, such as "\\n\\n"; prompts do not count.
 
     Example: `generator.generate(ids, max_new_tokens=99, stop=StopStrings(tokenizer, ["User:"]))`
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         if isinstance(texts, str) or not texts or not all(texts):
-            raise ValueError(f"texts must be a list of texts that are not empty, got {texts!r}")
+            raise ValueError(f"texts must be a list of non-empty texts, got {texts!r}")
         self.tokenizer, self.texts = tokenizer, list(texts)
         self._longest = max(map(len, texts))
         self.watch(0)
@@ -207,15 +208,15 @@ class StopStrings:
         self._tails, self._ends = [TextTail()] * batch_size, [""] * batch_size
 
     def ends(self, row: int, token: int) -> bool:
-        """Whether a sequence has one of the texts at its end, now that this token came."""
+        """Whether a sequence ends with one of the texts after this token."""
         piece, self._tails[row] = self._tails[row].take(token, self._decode)
         return self.completes(row, piece)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        # With special tokens, which a text may name.
+        # Keep special tokens, because a stop text may contain them.
         return self.tokenizer.decode(list(ids))
 
     def completes(self, row: int, piece: str) -> bool:
-        """Whether a sequence has one of the texts at its end, now that this piece came."""
+        """Whether a sequence ends with one of the texts after this piece."""
         self._ends[row] = self._ends[row][-self._longest :] + piece
         return any(text in self._ends[row] for text in self.texts)

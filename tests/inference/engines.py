@@ -1,4 +1,4 @@
-"""Requests to test engines with, and the answers they must get."""
+"""Requests for engine tests, and their expected answers."""
 
 import random
 

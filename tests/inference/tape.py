@@ -1,8 +1,8 @@
-"""A CUDA graph for CPUs: what a function did to memory is written down, and done again by a replay.
+"""A CUDA graph for CPUs: record what a function does to memory, and replay it.
 
-Like CUDA's, a tape holds addresses, not tensors: it reads and writes the memory that was there when
-it was recorded, whatever has become of the objects. Recording leaves all memory as it was, and only
-garbage in that of the tape. A replay asks no line of Python.
+Like a CUDA graph, a tape holds addresses, not tensors: it reads and writes the memory that existed
+at recording, whatever has become of the objects. Recording leaves other memory unchanged, and
+garbage in the tape's own. A replay runs none of the function's Python.
 """
 
 import torch

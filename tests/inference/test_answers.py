@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -88,6 +89,31 @@ def test_the_loop_looks_less_often_for_many_clients(monkeypatch):
     first, second, third = asyncio.run(main())
     # One client, of whose events the loop may have half the time.
     assert second - first > 0.09 and third - second > 0.09
+
+
+def test_only_events_make_the_loop_look_later():
+    """Neither a request that waits nor one that is answered whole slows a stream down."""
+    engine = FakeEngine(1)
+
+    async def main():
+        answers, loop = Answers(engine, Metrics()), asyncio.get_running_loop()
+        asked = [answers.ask(REQUEST, streams=n < 5) for n in range(1000)]
+        opened = [await one.__aenter__() for one in asked]
+        pauses = []
+        for clients in ([0, 0], [0, 1, 2], [4, 999]):
+            for client in clients:
+                engine.asked[client](Update(client, (7,)))
+            with mock.patch.object(loop, "time", return_value=100.0):
+                answers._take(loop)
+            pauses.append(answers._next_look - 100.0)
+        # A handler of a whole answer is woken once, at its end.
+        assert opened[0]._news.is_set() and not opened[999]._news.is_set()
+        engine.asked[999](Update(999, finished="length"))
+        await asyncio.wait_for(opened[999].wait_for_end(), 20)
+        return pauses
+
+    one = module.SECONDS_PER_EVENT / module.LOOP_SHARE
+    assert asyncio.run(main()) == pytest.approx([one, 3 * one, one])
 
 
 def test_leaving_early_cancels():

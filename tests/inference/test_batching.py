@@ -49,6 +49,44 @@ def test_generate_batch_is_generate(model):
     assert short["req_0"].generated_tokens == expected(model, PROMPTS[0])[:3]
 
 
+def test_a_refused_prompt_ends_alone(model):
+    prompts = [PROMPTS[0], [99999], [], PROMPTS[1]]
+    results = [*model.generate_batch(prompts, GREEDY).values()]
+    for prompt, result in zip(prompts, results, strict=True):
+        if prompt in PROMPTS:
+            assert result.generated_tokens == expected(model, prompt)
+        else:
+            assert result.status == RequestStatus.FAILED and "prompt must" in result.error
+            assert result.prompt_ids == prompt and result.generated_tokens == []
+
+
+def test_a_refused_request_keeps_no_handler(manager, model):
+    async def ask(prompt):
+        done = asyncio.get_running_loop().create_future()
+        manager.register_result_handler("asked", done.set_result)
+        manager.add_request(prompt, "asked")
+        return await asyncio.wait_for(done, 20)
+
+    assert "vocabulary" in asyncio.run(ask([99999])).error
+    assert manager._handlers == manager._ids == {}
+    # Its name is free again.
+    assert asyncio.run(ask(PROMPTS[0])).generated_tokens == expected(model, PROMPTS[0])
+    manager.stop()
+    with pytest.raises(EngineStopped):
+        asyncio.run(ask(PROMPTS[0]))
+    assert manager._handlers == {}
+
+
+def test_a_running_request_keeps_its_name(manager):
+    manager.add_request(PROMPTS[0], "mine", max_new_tokens=3000)
+    with pytest.raises(ValueError, match=r"request_id must not be that .*running.*, got 'mine'"):
+        manager.add_request(PROMPTS[1], "mine")
+    manager.cancel_request("mine")
+    assert manager.get_result("mine", 20).prompt_ids == PROMPTS[0]
+    manager.add_request(PROMPTS[1], "mine")
+    assert manager.get_result("mine", 20).prompt_ids == PROMPTS[1]
+
+
 def test_eos_ends_an_answer_and_is_its_last_token(model):
     whole = expected(model, PROMPTS[0])
     config = GenerationConfig(max_new_tokens=12, eos_token_id=[whole[4], 258])
@@ -111,7 +149,7 @@ def test_settings_of_one_request(manager, model):
     tokens = {name: output.generated_tokens for name, output in found.items()}
     assert tokens["greedy"] == tokens["one"] == expected(model, PROMPTS[0])
     assert tokens["seeded"] == tokens["again"] != tokens["greedy"]
-    with pytest.raises(ValueError, match=r"among .*top_p and seed, got typical_p"):
+    with pytest.raises(ValueError, match=r"accepts the settings .*top_p and seed, got typical_p"):
         manager.add_request(PROMPTS[0], typical_p=0.3)
 
 
@@ -150,12 +188,22 @@ def test_stopping(model):
     manager.stop()
     assert not manager.is_running()
     assert {manager.get_result().request_id for _ in names} == set(names)
-    with pytest.raises(EngineStopped, match="was stopped"):
+    with pytest.raises(EngineStopped, match="is stopped"):
         manager.add_request(PROMPTS[0])
     manager.start()
     name = manager.add_request(PROMPTS[0], max_new_tokens=2000)
     manager.stop(hard_stop=True)
     assert manager.get_result(name).status == RequestStatus.FAILED
+
+
+def test_destroying_ends_what_a_stop_left_running(model):
+    manager = model.init_continuous_batching(GREEDY)
+    manager.start()
+    manager.add_request(PROMPTS[0], "long", max_new_tokens=4000)
+    manager.stop(timeout=0)
+    manager.destroy()
+    assert "cancelled" in manager.get_result("long").error
+    assert not manager._ending.is_alive() and not manager.engine.stats().running
 
 
 def test_a_manager_is_kept_for_another_session(model):
@@ -168,13 +216,36 @@ def test_a_manager_is_kept_for_another_session(model):
     assert model.init_continuous_batching(GREEDY) is not kept
 
 
+def test_a_kept_manager_takes_new_settings_and_sizes(model):
+    sampled = {"do_sample": True, "temperature": 9.0}
+    model.generate_batch(PROMPTS[:1], GREEDY, persistent_manager=True)
+    kept = model.init_continuous_batching()
+    assert model.init_continuous_batching(GenerationConfig(max_new_tokens=5, **sampled)) is kept
+    assert (kept.settings.max_new_tokens, kept.settings.sampling.temperature) == (5, 9.0)
+    with kept, pytest.raises(ValueError, match="the kept manager is running with other settings"):
+        model.init_continuous_batching(GREEDY)
+    # The sizes of an engine are fixed.
+    batching = ContinuousBatchingConfig(max_requests_per_batch=2)
+    other = model.init_continuous_batching(GREEDY, batching)
+    assert other is not kept and other.engine.slots == 2
+    for length in (50, 90):
+        results = model.generate_batch([[7] * length], GREEDY, persistent_manager=True)
+        assert [x.error for x in results.values()] == [None]
+    # Nor is a dead one of any use.
+    with mock.patch.object(model, "forward", side_effect=RuntimeError("out of luck")):
+        model.generate_batch(PROMPTS[:1], GREEDY, persistent_manager=True)
+    (result,) = model.generate_batch(PROMPTS[:1], GREEDY).values()
+    assert result.generated_tokens == expected(model, PROMPTS[0])
+
+
 def test_a_full_queue(model):
     batching = ContinuousBatchingConfig(max_queue_size=2)
-    manager = model.init_continuous_batching(GREEDY, batching)
+    with mock.patch("flash_frac.inference.batching.SLOTS", 1):
+        manager = model.init_continuous_batching(GREEDY, batching)
     with mock.patch("flash_frac.inference.batching.PATIENCE", 0.05):
-        manager.add_requests(PROMPTS[:2])
+        manager.add_requests(PROMPTS[:3])
         with pytest.raises(QueueFull, match="2 requests are waiting"):
-            manager.add_request(PROMPTS[2])
+            manager.add_request(PROMPTS[0])
     with manager:
         # There is room again before long.
         manager.add_requests(PROMPTS)
@@ -220,7 +291,7 @@ def test_fields_that_ask_for_nothing_are_taken():
 
 def test_options_of_pages_are_refused(model):
     batching = ContinuousBatchingConfig(num_blocks=8, scheduler_type="prefill_first")
-    with pytest.raises(ValueError, match="must leave num_blocks, scheduler_type as it is"):
+    with pytest.raises(ValueError, match="must leave num_blocks, scheduler_type at the default"):
         model.init_continuous_batching(GREEDY, batching)
 
 

@@ -1,6 +1,5 @@
-"""`frac generate` and `frac chat`: their text, states in files, and what an interrupt leaves."""
+"""`frac generate` and `frac chat`: their text, states in files, and behaviour on interrupt."""
 
-import builtins
 import os
 import signal
 import subprocess
@@ -9,7 +8,8 @@ import sys
 import pytest
 
 from flash_frac.inference import FracStream
-from flash_frac.inference.chat import continue_text, converse, open_stream, saving
+from flash_frac.inference.chat import continue_text, open_stream, saving
+from flash_frac.inference.conversation import Conversation, converse
 from flash_frac.inference.sampling import GREEDY
 from tests.commands import frac, make_checkpoint
 
@@ -73,12 +73,13 @@ def test_an_interrupt_keeps_what_was_written(checkpoint):
             raise KeyboardInterrupt
 
     options = {"sampling": GREEDY, "max_new_tokens": 20}
-    assert not continue_text(stream, "To be", write, **options)
+    assert continue_text(stream, "To be", write, **options).end == "interrupt"
     rest, left = [], len("To be") + 20 - stream.num_tokens
     assert 0 < left < 20
-    assert continue_text(stream, "", rest.append, sampling=GREEDY, max_new_tokens=left)
+    answer = continue_text(stream, "", rest.append, sampling=GREEDY, max_new_tokens=left)
+    assert (answer.end, answer.num_tokens) == ("length", left) and answer.tokens_per_second > 0
     whole = []
-    assert continue_text(open_stream(checkpoint), "To be", whole.append, **options)
+    continue_text(open_stream(checkpoint), "To be", whole.append, **options)
     assert "".join(written + rest) == "".join(whole)
 
 
@@ -118,11 +119,12 @@ def test_sigterm_and_a_closed_pipe_save_the_state(checkpoint, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_conversation_that_is_ended_from_outside_is_saved(checkpoint, tmp_path, number):
     stream, said = open_stream(checkpoint), []
-    before = signal.getsignal(number)
+    # A runner that ignores the signal, as nohup does, passes that on to its tests.
+    inherited = signal.signal(number, signal.SIG_DFL)
 
     def read():
         os.kill(os.getpid(), number)
-        return "never read"
+        pytest.fail("the conversation went on after the signal")
 
     def save(path):
         # A second signal does not keep the state from being written.
@@ -130,66 +132,20 @@ def test_a_conversation_that_is_ended_from_outside_is_saved(checkpoint, tmp_path
         FracStream.save(stream.feed("x"), path)
 
     stream.save = save
-    with pytest.raises(SystemExit) as ended, saving(stream, tmp_path / "state", said.append):
-        converse(stream, read, print, sampling=GREEDY, max_new_tokens=6)
+    try:
+        with pytest.raises(SystemExit) as ended, saving(stream, tmp_path / "state", said.append):
+            converse(Conversation(stream, print, print, sampling=GREEDY, max_new_tokens=6), read)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, inherited)
     assert ended.value.code == 128 + number
     assert open_stream(checkpoint, tmp_path / "state").num_tokens == 1
     assert said == [f"The state is in {tmp_path / 'state'}."]
-    assert signal.getsignal(number) is before
-
-
-@pytest.mark.parametrize("mixer_types", [["frac"], ["delta", "attention"]])
-def test_a_conversation_can_be_undone(tmp_path, mixer_types):
-    stream = open_stream(make_checkpoint(tmp_path, mixer_types=mixer_types))
-    said = []
-    lines = iter(["/back", "one", "two", "/back", "two"])
-
-    def read():
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    converse(stream, read, said.append, sampling=GREEDY, max_new_tokens=6)
-    assert said[0] == "(there is no turn to undo)\n"
-    back = said.index("(one turn back)\n")
-    turns = "".join(said[1:back]).split("\n(")[0]
-    assert turns.endswith("".join(said[back + 1 :]))
-    plain = FracStream(stream.model, stream.tokenizer)
-    for line in ("one\n", "two\n"):
-        continue_text(plain, line, lambda piece: None, sampling=GREEDY, max_new_tokens=6)
-    assert plain.num_tokens == stream.num_tokens
 
 
 def test_a_checkpoint_that_is_none(tmp_path):
     done = frac("generate", tmp_path, "--prompt", "x")
     assert done.returncode == 1 and f"checkpoint {tmp_path} cannot be loaded" in done.stderr
-
-
-def test_chat(checkpoint, tmp_path, monkeypatch):
-    """The command, with a state that goes on from one call to the next."""
-    state, options = tmp_path / "state", ["--temperature", 0, "--max-new-tokens", 6]
-
-    def say(*lines):
-        given = iter(lines)
-
-        def read(prompt):
-            try:
-                return next(given)
-            except StopIteration:
-                raise EOFError from None
-
-        monkeypatch.setattr(builtins, "input", read)
-
-    say("one", "two")
-    whole = frac("chat", checkpoint, *options)
-    say("one")
-    first = frac("chat", checkpoint, *options, "--save-state", state)
-    say("two")
-    second = frac("chat", checkpoint, *options, "--state", state)
-    assert whole.returncode == 0, whole.stderr
-    assert first.stdout.removesuffix("\n") + second.stdout == whole.stdout
-    assert first.stderr.endswith(f"The state is in {state}.\n")
 
 
 def test_options_of_sampling(checkpoint):

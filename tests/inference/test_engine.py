@@ -1,4 +1,4 @@
-"""The engine: tokens of `generate`, whatever else is running."""
+"""The engine returns the tokens of `generate`, whatever else is running."""
 
 import threading
 
@@ -187,6 +187,22 @@ def test_a_full_queue(model):
 
 
 @pytest.mark.parametrize("late", [False, True])
+def test_free_slots_count(model, late):
+    """A burst is not refused while slots are free, which are given at the next step."""
+    engine = Engine(model, slots=4, max_waiting=2, piece=8, late=late)
+    request = Request(prompt=[5] * 6, max_new_tokens=9)
+    for _ in range(2):
+        for _ in range(6):
+            engine.submit(request)
+        for _ in range(4):
+            with pytest.raises(QueueFull, match="all 4 slots are taken and 2 requests are waiting"):
+                engine.submit(request)
+            engine.step()
+        engine.run_until_idle()
+    assert engine.stats().finished["length"] == 12
+
+
+@pytest.mark.parametrize("late", [False, True])
 def test_cancel(model, late):
     """Waiting, while the prompt is read, running, and after the end."""
     engine = Engine(model, slots=2, piece=8, late=late)
@@ -258,6 +274,13 @@ def test_a_stream_that_is_left(model):
     next(stream)
     stream.close()
     assert [x.finished for x in engine.run_until_idle()] == ["cancelled"]
+    # Before its first update, too: the request is sent at once.
+    stream = engine.stream(Request(prompt=[5], max_new_tokens=999))
+    assert engine.stats().waiting == 1
+    stream.close()
+    assert [x.finished for x in engine.run_until_idle()] == ["cancelled"]
+    with pytest.raises(ValueError, match="the vocabulary"):
+        engine.stream(Request(prompt=[99], max_new_tokens=1))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -277,16 +300,16 @@ def test_a_thread(model, late):
     for thread in threads:
         thread.join(60)
     assert [found[n] for n in range(24)] == [expected(model, x) for x in requests]
-    with pytest.raises(RuntimeError, match="thread of its own"):
+    with pytest.raises(RuntimeError, match="its own thread"):
         engine.step()
-    with pytest.raises(RuntimeError, match="started already"):
+    with pytest.raises(RuntimeError, match="already running"):
         engine.start()
     updates = []
     for request in requests[:6]:
         engine.submit(request, updates.append)
     engine.stop()
     assert sum(x.finished == "length" for x in updates) == 6
-    with pytest.raises(EngineStopped, match="was stopped"):
+    with pytest.raises(EngineStopped, match="is stopped"):
         engine.submit(requests[0])
     with engine:
         assert len(list(engine.stream(requests[0]))) == requests[0].max_new_tokens

@@ -1,10 +1,12 @@
-"""The engine: whatever fails ends alone, or ends everything and says so."""
+"""The engine: a failure ends one request, or ends everything with a message."""
+
+import itertools
 
 import pytest
 import torch
 
-from flash_frac.inference import Engine, EngineStopped, Request
-from tests.inference.engines import expected, make, random_requests
+from flash_frac.inference import Engine, EngineStopped, PrefixStates, Request
+from tests.inference.engines import answers, expected, make, random_requests
 
 GOOD = Request(prompt=[5, 6, 7], max_new_tokens=8)
 
@@ -20,7 +22,8 @@ def model():
         ({"prompt": []}, "prompt must be ids of tokens, at least one, got none"),
         ({"prompt": [5, 6.5]}, r"prompt must be ids of tokens, at least one, got \(5, 6.5\)"),
         ({"prompt": "text"}, "prompt must be ids of tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, and whole, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be at least 1, and whole, got 2.5"),
         ({"logprobs": -1}, "logprobs must be None or at least 0, got -1"),
         ({"stop": "text"}, r"stop must be a list of texts, got 'text'; use \['text'\]"),
     ],
@@ -33,15 +36,15 @@ def test_requests_that_mean_nothing(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": [5, 61]}, r"prompt must have ids in \[0, 61\), the vocabulary, got 5 to 61"),
-        ({"prompt": [-1]}, r"prompt must have ids in \[0, 61\), the vocabulary, got -1 to -1"),
+        ({"prompt": [5, 61]}, r"prompt must be in \[0, 61\), the vocabulary, got ids from 5 to 61"),
+        ({"prompt": [-1]}, r"prompt must be in \[0, 61\), the vocabulary, got ids from -1 to -1"),
         (
             {"prompt": [5] * 30},
             r"prompt \(30 tokens\) and max_new_tokens \(3\) must be at most 32 together",
         ),
         ({"stop": ["text"]}, "stop needs a tokenizer"),
         ({"boundaries": [2]}, r"boundaries must be between 0 and the prompt's length \(1\)"),
-        ({"seed": 2**63}, "seed must be an integer of 64 bits"),
+        ({"seed": 2**63}, "seed must be a signed 64-bit integer"),
     ],
 )
 def test_requests_that_never_fit(model, options, message):
@@ -97,8 +100,67 @@ def test_logits_that_are_no_numbers(kind, late):
         (update,) = found[2 * n + 1]
         assert update.finished == "error" and not update.tokens
         length = len(request.prompt)
-        assert update.error == f"the logits after {length} tokens are no numbers (NaN or infinite)"
+        assert update.error == f"the logits after {length} tokens are not finite (NaN or infinite)"
     assert engine.failed is None and engine.stats().running == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [None, "all", "transformer", "sliding"])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_a_fault_that_passes(kind, late, bad):
+    """One forward pass gives NaN: nothing of it is found in the prefix cache afterwards."""
+    model, passes = make(kind), itertools.count()
+    prefixes = PrefixStates(device_bytes=2**24, spacing=16)
+    engine = Engine(model, slots=2, max_length=128, piece=16, late=late, prefixes=prefixes)
+
+    def fail(module, inputs, output):
+        return output * torch.nan if next(passes) == bad else output
+
+    # Three passes read the prompt, and later ones the answer.
+    request = Request(prompt=[*range(3, 43)], max_new_tokens=9)
+    handle = model.model.embed_tokens.register_forward_hook(fail)
+    engine.submit(request)
+    assert [x.finished for x in engine.run_until_idle() if x.finished] == ["error"]
+    handle.remove()
+    for _ in range(2):
+        before = engine.stats().prompt_tokens
+        id = engine.submit(request)
+        assert answers(engine.run_until_idle())[id] == expected(model, request)
+    assert engine.stats().prompt_tokens == before
+
+
+@pytest.mark.parametrize("kind", [None, "all", "transformer", "sliding"])
+def test_numbers_that_nobody_has_seen(kind):
+    """A request that ends before its NaN is found leaves none to the next in its slot."""
+    requests = random_requests(16, most_new=6)
+    wanted = [expected(make(kind), request) for request in requests]
+    model = make(kind)
+    # With this piece, a prompt of 50 tokens is read alone.
+    engine = Engine(model, slots=3, max_length=64, piece=50, late=True)
+    runner = engine._runner
+
+    def fail(module, inputs, output):
+        """NaN for what is read beyond the end of an answer, and for prompts of 50 tokens."""
+        if inputs[0].data_ptr() == runner._slots.token.data_ptr():
+            for job, x in zip(runner.rows, output, strict=False):
+                if job and job.num_read >= len(job.prompt) + job.request.max_new_tokens - 1:
+                    x.fill_(torch.nan)
+        return output * torch.nan if output.shape[1] == 50 else output
+
+    model.model.embed_tokens.register_forward_hook(fail)
+    cancelled = []
+    for request in requests:
+        engine.submit(request)
+        cancelled.append(engine.submit(Request(prompt=[5] * 50, max_new_tokens=9)))
+    found = {}
+    while engine._has_work():
+        for update in engine.step():
+            found.setdefault(update.id, []).extend(update.tokens)
+            assert update.finished != "error"
+        for job in runner.rows:
+            if job and job.id in cancelled:
+                engine.cancel(job.id)
+    assert [found[2 * n] for n in range(16)] == wanted
 
 
 def test_a_callback_that_fails(model):

@@ -1,11 +1,19 @@
-"""The engine from graphs: one for each number of rows, whatever the requests."""
+"""The engine with graphs: one for each number of rows, whatever the requests."""
 
+import logging
 import weakref
 
 import pytest
 import torch
 
-from flash_frac.inference import Engine, PrefixStates, Request, SamplingSettings, graphs
+from flash_frac.inference import (
+    Engine,
+    PrefixStates,
+    Request,
+    SamplingSettings,
+    graphs,
+    runner,
+)
 from flash_frac.inference.graphs import Graph
 from tests.inference.engines import answers, expected, make, random_requests, run_at_random
 from tests.inference.tape import Tape
@@ -93,6 +101,24 @@ def test_warm_up(device, recorded):
     assert {*kinds_of(engine)} == before
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "sliding"])
+def test_nothing_is_recorded_while_serving(kind, device, recorded):
+    """However long the prompts are; and all graphs are kept."""
+    model = make(kind).to(device)
+    engine = Engine(model, slots=1, max_length=2200, piece=128)
+    engine.warm_up()
+    assert len(recorded) == len(kinds_of(engine)) > 5
+    # 62 tokens are padded to 64, also where there is room for no more.
+    small = Engine(model, slots=1, max_length=64, piece=64)
+    small.warm_up()
+    lengths = (1100, 2190) if kind in ("all", "transformer") else (1100,)
+    for each, length in ((small, 62), *((engine, n) for n in lengths)):
+        known = {*each._runner._recorder._run}
+        request = Request(prompt=[n % 50 + 3 for n in range(length)], max_new_tokens=2)
+        assert run_at_random(each, [request]) == [expected(model, request)]
+        assert {*each._runner._recorder._run} == known
+
+
 @torch.no_grad()
 def test_a_model_that_changes(device, recorded):
     """It is recorded again when the engine has had nothing to do."""
@@ -105,6 +131,20 @@ def test_a_model_that_changes(device, recorded):
         assert tokens == expected(model, request)
         model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.flip(0))
     assert len(recorded) == 2
+
+
+def test_a_model_that_cannot_be_recorded(device, recorded, caplog, monkeypatch):
+    """It decodes without graphs, with one warning that says why."""
+    monkeypatch.setattr(logging.getLogger("flash_frac.inference"), "propagate", True)
+    runner.logger.warning_once.cache_clear()
+    model, request = make(None).to(device), Request(prompt=[5, 6, 7], max_new_tokens=9)
+    answer = expected(model, request)
+    model.model.norm.register_forward_hook(lambda *unused: None)
+    for _ in range(2):
+        engine = Engine(model, slots=2)
+        engine.warm_up()
+        assert run_at_random(engine, [request]) == [answer] and not recorded
+    assert caplog.text.count("cannot be recorded: it has hooks") == 1
 
 
 def test_nothing_outlives_the_engine(device, recorded):

@@ -1,8 +1,11 @@
-"""The engine with prefix states: what was read before is not read again, and changes no token."""
+"""The engine with a prefix cache: shared prefixes are not read again, and tokens do not change."""
 
 import pytest
+import torch
 
 from flash_frac.inference import Engine, PrefixStates, Request
+from flash_frac.inference.prefixes import levels, snapshots
+from flash_frac.inference.server import serving
 from tests.inference.engines import ALL_KINDS, answers, expected, make, random_requests
 
 SYSTEM = [*range(3, 30)]
@@ -73,6 +76,27 @@ def test_little_room(model):
     assert engine.stats().prefixes.refused > 0
 
 
+@pytest.mark.parametrize("kind", [None, "all"])
+def test_memory_runs_out(kind, monkeypatch):
+    """States are not kept while there is no memory, and requests go on."""
+    model = make(kind)
+    engine, request = make_engine(model), Request(prompt=SYSTEM, max_new_tokens=5)
+    with monkeypatch.context() as patch:
+
+        def fail(*_, **__):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(snapshots, "new_memory", fail)
+        for _ in range(2):
+            assert ask(engine, request) == ([expected(model, request)], len(SYSTEM))
+    assert engine.stats().prefixes.refused > 0
+    for num_read in (len(SYSTEM), 0):
+        assert ask(engine, request) == ([expected(model, request)], num_read)
+    monkeypatch.setattr(levels, "free_bytes", lambda device: 0)
+    with pytest.raises(ValueError, match=r"device_bytes .* must be at most 0.00 GiB"):
+        make_engine(model)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_one_new_token(model, late):
     """Read late, it is found two steps after its end: that state is not kept."""
@@ -81,3 +105,10 @@ def test_one_new_token(model, late):
     (answer,), _ = ask(engine, request)
     turn = Request(prompt=[*SYSTEM, *answer, 33], max_new_tokens=5)
     assert ask(engine, turn) == ([expected(model, turn)], 2 if late else 1)
+
+
+def test_a_folder_of_a_server_needs_a_budget(model, tmp_path):
+    """Without any budget there is no prefix cache, and the folder would be ignored."""
+    options = serving.ServerOptions(prefix_device_gib=0, prefix_folder=tmp_path)
+    with pytest.raises(ValueError, match=r"\(--prefix-disk-gib\) and folder .* got 0 and"):
+        serving.make_engine(model, None, options)

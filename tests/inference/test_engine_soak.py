@@ -1,6 +1,8 @@
-"""The engine after thousands of requests: as it was, and every answer right."""
+"""The engine after thousands of requests: back in its initial state, and every answer right."""
 
+import asyncio
 import gc
+import json
 import random
 import time
 from pathlib import Path
@@ -8,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from flash_frac.inference import Engine, PrefixStates, QueueFull
+from flash_frac.inference.sampling import GREEDY
 from flash_frac.inference.scheduling import Job
 from tests.inference.engines import expected, make, random_requests
+from tests.inference.test_serving import TEXT, letters_tokenizer
 
 MIB = 2**20
 
@@ -73,7 +77,7 @@ class Clients:
 
 @pytest.mark.parametrize(
     ("kind", "num"),
-    [(None, 1000), ("all", 500), pytest.param(None, 10_000, marks=pytest.mark.soak)],
+    [(None, 1000), ("all", 500), pytest.param(None, 10_000, marks=pytest.mark.slow)],
 )
 def test_many_requests(kind, num):
     """Random lengths, cancels and disconnects: memory and slots at the end as at the start."""
@@ -99,3 +103,83 @@ def test_many_requests(kind, num):
     # Half a kilobyte for each request would show.
     assert after - before < max(2 * MIB, 512 * num // 2)
     assert not any(type(x) is Job for x in gc.get_objects())
+
+
+class HttpClients:
+    """Ask the application of a server; some leave in the middle of their answer."""
+
+    def __init__(self, model, app):
+        self.app, self.rng = app, random.Random(0)
+        self.pool = random_requests(10, longest=20, most_new=6)
+        decode = letters_tokenizer().decode
+        self.right = [decode(expected(model, x), skip_special_tokens=True) for x in self.pool]
+        self.wrong, self.whole, self.left = [], 0, 0
+
+    async def ask(self):
+        number, stream = self.rng.randrange(len(self.pool)), self.rng.random() < 0.5
+        leaves = self.rng.random() < 0.2
+        request, events, gone = self.pool[number], [], asyncio.Event()
+        fields = {"prompt": request.prompt, "max_tokens": request.max_new_tokens, "stream": stream}
+        # Long enough to be left, whatever the order of threads.
+        fields |= {"temperature": 0} | ({"max_tokens": 10**5, "stream": True} if leaves else {})
+        asked = [{"type": "http.request", "body": json.dumps(fields).encode()}]
+
+        async def receive():
+            if not asked:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            return asked.pop()
+
+        async def send(message):
+            events.append(message)
+            if leaves and len(events) == 2:
+                gone.set()
+
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": [], "query_string": b""}
+        await self.app(scope, receive, send)
+        assert events[0]["status"] == 200
+        self.left += leaves
+        if not leaves:
+            self.whole += 1
+            body = b"".join(event["body"] for event in events[1:]).decode()
+            if text_of(body, stream) != self.right[number]:
+                self.wrong.append(number)
+
+    async def ask_many(self, num, at_once):
+        free = asyncio.Semaphore(at_once)
+
+        async def one():
+            async with free:
+                await self.ask()
+
+        await asyncio.gather(*(one() for _ in range(num)))
+        # Nobody waits for a client that has left.
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+
+def text_of(body, stream):
+    lines = [x.removeprefix("data: ") for x in body.split("\n") if x.startswith("data: {")]
+    parts = [json.loads(x) for x in (lines if stream else [body])]
+    return "".join(part["choices"][0]["text"] for part in parts)
+
+
+def test_many_requests_over_http():
+    """Whole answers, streams and disconnects: slots and open answers at the end as at the start."""
+    pytest.importorskip("starlette", reason="pip install 'flash-frac[serve]'")
+    from flash_frac.inference.server.answers import Answer
+    from flash_frac.inference.server.app import Service, build_app
+    from flash_frac.inference.server.prompts import Defaults
+
+    model, tokenizer = make(None), letters_tokenizer()
+    with Engine(model, slots=8, tokenizer=tokenizer) as engine:
+        service = Service("tiny", engine, tokenizer, Defaults(GREEDY, (), 8, None))
+        clients = HttpClients(model, build_app(service, on_end=engine.stop))
+        asyncio.run(clients.ask_many(200, at_once=24))
+    stats = engine.stats()
+    assert engine.failed is None and (stats.running, stats.reading, stats.waiting) == (0, 0, 0)
+    assert not clients.wrong and clients.whole + clients.left == 200 and clients.left > 20
+    assert stats.finished["length"] == clients.whole
+    assert stats.finished["cancelled"] == clients.left and not service.answers._updates
+    gc.collect()
+    assert not any(type(x) in (Answer, Job) for x in gc.get_objects())

@@ -1,4 +1,4 @@
-"""`Generator`: token for token what `model.generate` gives, whatever the batch and its padding."""
+"""`Generator` equals `model.generate` token for token, whatever the batch and its padding."""
 
 import pytest
 import torch
@@ -177,7 +177,7 @@ def test_logits_that_are_no_numbers(model, ids):
         model.model.embed_tokens.weight[unused] = torch.nan
     bad = ids.clone()
     bad[1, 9] = unused
-    with pytest.raises(RuntimeError, match="logits of sequence 1 are no numbers"):
+    with pytest.raises(RuntimeError, match="logits of sequence 1 are not finite"):
         generator.generate(bad, max_new_tokens=5)
     assert torch.equal(generator.generate(ids, max_new_tokens=5), expected)
 
@@ -203,7 +203,7 @@ def test_stop_strings(model, ids):
     assert min(ends) < LENGTH and new.shape[1] == max(ends)
     for row, expected, end in zip(new, free, ends, strict=True):
         assert torch.equal(row[:end], expected[:end]) and not row[end:].any()
-    with pytest.raises(ValueError, match="texts must be a list of texts"):
+    with pytest.raises(ValueError, match="texts must be a list of non-empty texts"):
         StopStrings(Letters(), "abc")
 
 
@@ -211,7 +211,7 @@ def test_errors(model, ids):
     with pytest.raises(ValueError, match=r"model must be in eval mode; call model.eval\(\)"):
         Generator(model.train())
     generator = Generator(model.eval())
-    with pytest.raises(ValueError, match=r"input_ids must have shape \(B, T\) and a token"):
+    with pytest.raises(ValueError, match=r"input_ids must have shape \(B, T\) with T ≥ 1"):
         generator.prefill(ids[0])
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(3, 40\)"):
         generator.prefill(ids, ids[:, 1:])

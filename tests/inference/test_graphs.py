@@ -1,6 +1,6 @@
-"""Recorded steps: with them streams and generators give, to the bit, what they give without.
+"""Recorded steps: streams and generators give bit-identical results with and without them.
 
-On a CPU a tape stands for a CUDA graph; it reads the memory that was there when it was recorded.
+On a CPU a tape replaces the CUDA graph; it reads the memory that existed at recording.
 """
 
 import gc

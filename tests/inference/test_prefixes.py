@@ -1,7 +1,9 @@
-"""Prefix states: a prompt that begins like one before costs its new tokens, and none is changed."""
+"""Prefix states: a prompt with a known prefix costs only its new tokens, and states stay intact."""
 
 import logging
+import os
 import random
+import weakref
 import zlib
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from flash_frac.inference import storage
-from flash_frac.inference.prefixes import PrefixStates
+from flash_frac.inference.prefixes import PrefixStates, levels, snapshots
 from flash_frac.inference.prefixes.levels import DEVICE, DISK, HOST
 from flash_frac.inference.state import empty_cache, read_tokens
 from flash_frac.inference.storage import fixed_tensors, growing_tensors
@@ -20,14 +22,20 @@ from tests.models.hybrids import KINDS, close, make_kind
 
 PLENTY = 2**24
 LEVELS = ("device", "host", "disk")
+# Prefix states by folder.
+USERS = weakref.WeakValueDictionary()
 
 
 def make_prefixes(model, tmp_path, budgets=(PLENTY, PLENTY, PLENTY), **options):
+    """The last user of the folder, if any, closes it first."""
     device, host, disk = budgets
     folder = tmp_path / "states" if disk else None
+    if folder in USERS:
+        USERS[folder].close()
     made = PrefixStates(
         device_bytes=device, host_bytes=host, disk_bytes=disk, folder=folder, **options
     )
+    USERS[folder] = made
     return made.bind(model)
 
 
@@ -106,7 +114,7 @@ def assert_sound(prefixes):
     assert bytes_held == tuple(level.nbytes for level in levels)
     if prefixes._path is not None:
         files = [x.path for x in held if x.path is not None]
-        assert sorted(prefixes._path.glob("*")) == sorted(files)
+        assert sorted(prefixes._path.glob("*.prefix")) == sorted(files)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -418,12 +426,12 @@ def test_orphans(tmp_path):
     root = next((tmp_path / "states").glob("segment-0-*"))
     root.unlink()
     again = make_prefixes(model, tmp_path)
-    assert again.stats().snapshots == 0 and not list((tmp_path / "states").iterdir())
+    assert again.stats().snapshots == 0 and not list((tmp_path / "states").glob("*.prefix"))
     saved(model, tmp_path, [[3, 4, 5, 6], [3, 4, 8]])
     for file in (tmp_path / "states").glob("state-*"):
         file.unlink()
     make_prefixes(model, tmp_path)
-    assert not list((tmp_path / "states").iterdir())
+    assert not list((tmp_path / "states").glob("*.prefix"))
 
 
 def damage(path):
@@ -444,7 +452,7 @@ def test_damaged_files_are_never_used(what, how, tmp_path, caplog, monkeypatch):
     with caplog.at_level("WARNING", "flash_frac"):
         found = prefixes.longest(ids)
     assert found.num_tokens == 2 and prefixes.stats().damaged == 1
-    assert f"a file of folder {tmp_path / 'states'} is dropped, not used" in caplog.text
+    assert f"deleting a file of folder {tmp_path / 'states'}" in caplog.text
     found.restore(cache, 0)
     assert_holds(cache, 0, ids[:2])
     assert_sound(prefixes)
@@ -469,7 +477,7 @@ def test_swapped_and_damaged_files_at_the_start(tmp_path):
     (tmp_path / "states" / "model.safetensors").write_bytes(b"of somebody else")
     again = make_prefixes(model, tmp_path)
     assert again.stats().snapshots == 1 and again.longest([5, 6, 1]).num_tokens == 2
-    assert [x.name for x in (tmp_path / "states").iterdir()] == ["model.safetensors"]
+    assert [x.name for x in (tmp_path / "states").glob("[!.]*")] == ["model.safetensors"]
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
@@ -493,22 +501,22 @@ def test_states_of_another_model(tmp_path):
     model = make_model()
     prefixes = saved(model, tmp_path, [[3, 4]])
     problem = r"folder .*states holds prefix states of another model: frac_num_modes is 8 there"
-    problem += r" and 4 here \(by state-.*\.prefix\)"
+    problem += r" and 4 here \(see state-.*\.prefix\)"
     with pytest.raises(ValueError, match=problem):
         make_prefixes(make_model(frac_num_modes=4), tmp_path)
     assert prefixes.bind(model).longest([3, 4, 5]) is not None
     other = make_kind("all")
-    with pytest.raises(ValueError, match="model must be the one whose states are kept, but"):
+    with pytest.raises(ValueError, match="model must be the one whose states are cached, but"):
         prefixes.bind(other)
     cache = make_cache(other)
     cache.counts[0] = 2
-    with pytest.raises(ValueError, match="cache must be of the model whose prefix states"):
+    with pytest.raises(ValueError, match="cache must belong to the model whose prefix states"):
         prefixes.put([3, 4], cache, 0)
-    with pytest.raises(ValueError, match="cache must be of the model whose prefix states"):
+    with pytest.raises(ValueError, match="cache must belong to the model whose prefix states"):
         prefixes.longest([3, 4, 5]).restore(cache, 0)
     with torch.no_grad():
         model.lm_head.weight += 1
-    with pytest.raises(ValueError, match="it has the same shape and other weights"):
+    with pytest.raises(ValueError, match="it has the same shape but other weights"):
         prefixes.bind(model)
 
 
@@ -516,7 +524,9 @@ def test_bad_input(tmp_path):
     for name in ("device_bytes", "host_bytes", "disk_bytes"):
         with pytest.raises(ValueError, match=f"{name} must be 0 or more, got -1"):
             PrefixStates(**{"device_bytes": 0, name: -1})
-    with pytest.raises(ValueError, match="disk_bytes and folder belong together, got 5 and None"):
+    with pytest.raises(
+        ValueError, match=r"disk_bytes .* and folder .* belong together, got 5 and None"
+    ):
         PrefixStates(device_bytes=0, disk_bytes=5)
     with pytest.raises(ValueError, match="spacing must be None or at least 1, got 0"):
         PrefixStates(device_bytes=0, spacing=0)
@@ -534,12 +544,12 @@ def test_bad_input(tmp_path):
             prefixes.longest(ids)
     cache = make_cache(model)
     for ids in ([], [1, 2]):
-        with pytest.raises(ValueError, match="tokens that row 1 has read, which are 0, and at"):
+        with pytest.raises(ValueError, match="the 0 tokens that row 1 has read, and at"):
             prefixes.put(ids, cache, 1)
     pretend(cache, 1, [1, 2])
     prefixes.put([1, 2], cache, 1)
     with pytest.raises(
-        ValueError, match=r"room for 2 tokens and has 0; make it with a larger size"
+        ValueError, match=r"room for 2 tokens, but it has 0; build it with a larger size"
     ):
         prefixes.longest([1, 2, 3]).restore(make_cache(model, 1, 0), 0)
 
@@ -579,3 +589,125 @@ def test_states_that_a_deeper_one_has_passed_go_first(tmp_path):
         assert prefixes.put(ids, cache, 0)
     found = [prefixes.longest(ids) for ids in ([7, 1, 3, 9], [7, 2, 4, 9], [7, 9])]
     assert [None if x is None else x.num_tokens for x in found] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["mlp", "all", "transformer"])
+def test_numbers_that_are_not_finite(kind, level, tmp_path):
+    """They are never found nor written to a file, wherever they are, and can be replaced."""
+    model = make_kind(kind)
+    prefixes, cache = make_prefixes(model, tmp_path, only(level)), make_cache(model)
+    for bad, (first, other) in enumerate([([3, 4, 5, 6], [3, 4, 7]), ([8, 9, 10], [8, 9])]):
+        pretend(cache, 0, first)
+        every = [*cache.stacks, *cache.column_stacks]
+        every[-bad][0, 0].view(-1)[0] = (torch.nan, torch.inf)[bad]
+        files = {*tmp_path.glob("states/*")}
+        prefixes.put(first, cache, 0, logits=torch.zeros(61))
+        assert {*tmp_path.glob("states/*")} == files
+        # Where an edge is cut, too.
+        pretend(cache, 0, other)
+        assert prefixes.put(other, cache, 0)
+        assert prefixes.longest([*other, 1]).num_tokens == len(other)
+        assert prefixes.longest(first) is None or prefixes.longest(first).num_tokens < len(first)
+        pretend(cache, 0, first)
+        assert prefixes.put(first, cache, 0)
+        prefixes.longest([*first, 1]).restore(cache, 1)
+        assert_holds(cache, 1, first)
+    assert_sound(prefixes)
+    if kind == "mlp":
+        pretend(cache, 0, [20])
+        prefixes.put([20], cache, 0, logits=torch.full((61,), torch.nan))
+        assert prefixes.longest([20, 1]) is None
+
+
+@pytest.mark.parametrize("budgets", [(9, 0, 0), (5, 7, 0), (3, 4, 30), (0, 0, 30)])
+@pytest.mark.parametrize("kind", ["mlp", "all", "transformer"])
+def test_memory_runs_out(kind, budgets, tmp_path, monkeypatch):
+    """At any allocation: what is found is right, and what is counted is what is held."""
+    model = make_kind(kind)
+    cache, draw = make_cache(model), random.Random(0)
+    pretend(cache, 0, range(10))
+    unit = make_prefixes(model, tmp_path, (PLENTY, 0, 0))
+    unit.put(range(10), cache, 0)
+    size = unit.stats().device_bytes
+    sizes = [n * (size + 4096 * (i == DISK)) for i, n in enumerate(budgets)]
+    prefixes, found = make_prefixes(model, tmp_path, sizes), 0
+
+    def run_out(function):
+        def failing(*arguments, **options):
+            if draw.random() < 0.1:
+                raise torch.OutOfMemoryError("out of memory")
+            return function(*arguments, **options)
+
+        return failing
+
+    monkeypatch.setattr(snapshots, "new_memory", run_out(snapshots.new_memory))
+    monkeypatch.setattr(levels.Levels, "_moved", run_out(levels.Levels._moved))
+    monkeypatch.setattr(levels.Levels, "on_device", run_out(levels.Levels.on_device))
+    known = [[1]]
+    for _ in range(100):
+        ids = [*draw.choice(known), *draw.choices(range(2), k=draw.choice([1, 2, 5]))][:60]
+        known = [*known[-5:], ids]
+        pretend(cache, 0, ids)
+        prefixes.put(ids, cache, 0)
+        ids = [*draw.choice(known), 1]
+        state = prefixes.longest(ids)
+        if state is not None:
+            state.restore(cache, 1)
+            assert_holds(cache, 1, ids[: state.num_tokens])
+            found += 1
+        assert_sound(prefixes)
+    assert found > 10 and prefixes.stats().refused > 0
+
+
+def test_host_memory_runs_out(monkeypatch):
+    """It raises a RuntimeError of no class of its own."""
+
+    def fail(*arguments, **options):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA error: out of memory"):
+        snapshots.new_memory([], "cpu", pinned=True)
+
+
+def test_more_than_is_free(monkeypatch):
+    prefixes = PrefixStates(device_bytes=3 * 2**30).bind(make_model())
+    prefixes.check_memory()
+    monkeypatch.setattr(levels, "free_bytes", lambda device: 2**30)
+    with pytest.raises(ValueError, match=r"device_bytes .* at most 1.00 GiB, .* got 3.00 GiB; lo"):
+        prefixes.check_memory()
+
+
+def test_what_a_tensor_takes():
+    """On a GPU, PyTorch rounds large ones up to a multiple of 2 MiB."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert levels.allocated(13_800_000, cpu) == 13_800_000
+    assert levels.allocated(13_800_000, gpu) == 14 * 2**20 == levels.allocated(14 * 2**20, gpu)
+    assert levels.allocated(1000, gpu) == 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [10 * 2**20, 13_800_000, 55_500_001])
+def test_what_a_tensor_takes_on_a_gpu(nbytes):
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == levels.allocated(nbytes, x.device)
+
+
+def test_one_user_of_a_folder_at_a_time(tmp_path):
+    """The second is refused until the first closes it, and deletes none of its files."""
+    model, options = make_model(), {"device_bytes": 0, "disk_bytes": PLENTY, "folder": tmp_path}
+    first, cache = PrefixStates(**options).bind(model), make_cache(model)
+    pretend(cache, 0, [3, 4])
+    assert first.put([3, 4], cache, 0)
+    draft = tmp_path / ".x.prefix.1.saving"
+    draft.write_bytes(b"begun")
+    with pytest.raises(ValueError, match=rf"folder {tmp_path} is in use by process {os.getpid()}"):
+        PrefixStates(**options).bind(model)
+    assert draft.exists()
+    first.close()
+    # A folder of another model is not held.
+    with pytest.raises(ValueError, match="prefix states of another model"):
+        PrefixStates(**options).bind(make_model(frac_num_modes=4))
+    assert PrefixStates(**options).bind(model).longest([3, 4, 1]) is not None

@@ -1,6 +1,6 @@
-"""`model.generate` from a Generator: what transformers' loop gives, and what goes to that loop.
+"""`model.generate` through a Generator equals transformers' loop; other calls use that loop.
 
-On a CPU a tape stands for a CUDA graph.
+On a CPU a tape replaces the CUDA graph.
 """
 
 import copy
@@ -368,7 +368,7 @@ def test_inputs_that_are_not_for_it(model, ids, path, own_loop):
     inside = torch.ones_like(ids)
     inside[1, 4:6] = 0
     made = model.generate(ids, attention_mask=inside, **GREEDY)
-    assert path() == LEFT + "attention_mask has padding elsewhere than on the left"
+    assert path() == LEFT + "attention_mask has padding that is not on the left"
     assert torch.equal(made, own_loop(model, ids, attention_mask=inside, **GREEDY))
 
     right = inside.flip(1)
@@ -378,7 +378,7 @@ def test_inputs_that_are_not_for_it(model, ids, path, own_loop):
 
     call = {"attention_mask": padded(ids), "repetition_penalty": 2.0, **GREEDY}
     made = model.generate(ids, **call)
-    assert path() == LEFT + "transformers applies repetition_penalty to padding, too"
+    assert path() == LEFT + "transformers also applies repetition_penalty to padding"
     assert torch.equal(made, own_loop(model, ids, **call))
 
     model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY)
@@ -410,7 +410,7 @@ def test_positions(model, ids, path, own_loop):
     assert path() == TAKEN
     assert torch.equal(made, own_loop(model, ids, **GREEDY))
     for run in (model.generate, lambda *x, **y: own_loop(model, *x, **y)):
-        with pytest.raises(ValueError, match="position_ids must rise by one from token to token"):
+        with pytest.raises(ValueError, match="position_ids must increase by one per token"):
             run(ids[:1], position_ids=positions[:1] % 5, **GREEDY)
 
 
@@ -420,7 +420,7 @@ def test_models_that_are_not_for_it(model, ids, path, own_loop):
     assert path() == LEFT + "autocast is on"
     hook = model.model.norm.register_forward_hook(lambda *_: None)
     model.generate(ids, **GREEDY)
-    assert path().startswith(LEFT + "the model cannot be recorded as it is")
+    assert path().startswith(LEFT + "the model cannot be recorded on")
     hook.remove()
     model.train().generate(ids, **GREEDY)
     assert path() == LEFT + "the model is in training mode"
@@ -440,7 +440,7 @@ def test_attention_of_others(device, ids, path):
 def test_without_a_gpu(caplog):
     caplog.set_level(logging.DEBUG, routing.logger.name)
     make_model(torch.float32).generate(torch.tensor([[5, 6]]), **GREEDY)
-    assert "the model cannot be recorded as it is, on cpu" in caplog.text
+    assert "the model cannot be recorded on cpu" in caplog.text
 
 
 @torch.no_grad()
@@ -570,5 +570,5 @@ def test_no_memory(model, ids, monkeypatch, caplog):
 
     monkeypatch.setattr(generator.Generator, "generate", fail)
     assert torch.equal(model.generate(ids, **GREEDY), expected)
-    assert "no memory for a Generator, which reserves that of 8 tokens a sequence" in caplog.text
+    assert "not enough memory for a Generator, which reserves 8 tokens per sequence" in caplog.text
     assert model not in KEPT

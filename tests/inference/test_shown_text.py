@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come."""
+"""The text of an answer while its tokens arrive."""
 
 import pytest
 

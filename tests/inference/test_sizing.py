@@ -1,4 +1,4 @@
-"""The table of docs/serving.md: bytes of a conversation, and how many fit into a GiB."""
+"""The table of docs/serving.md: bytes per conversation, and conversations per GiB."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sampling with settings of each slot: against `adjust` and `choose`, and draws by their shares."""
+"""Sampling with per-slot settings: against `adjust` and `choose`, and draw frequencies."""
 
 import random
 
@@ -209,7 +209,7 @@ def test_errors():
         slots.move(0, -1)
     with pytest.raises(ValueError, match=r"count must be from 1 to 3 \(slots\), got 4"):
         slots.rows(4)
-    with pytest.raises(ValueError, match="seed must be an integer of 64 bits with a sign, got 9"):
+    with pytest.raises(ValueError, match="seed must be a signed 64-bit integer, got 9"):
         slots.set(0, GREEDY, 2**63)
     logits = torch.zeros(2, 4)
     with pytest.raises(ValueError, match=r"table must be a contiguous \(2, 10\)"):

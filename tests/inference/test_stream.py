@@ -1,4 +1,4 @@
-"""`FracStream`: any way through its calls gives what one pass over the tokens gives."""
+"""`FracStream`: any sequence of calls equals one pass over the tokens."""
 
 import subprocess
 import sys
@@ -111,7 +111,7 @@ def test_logits_that_are_no_numbers(stream):
     before = stream.fork()
     kept = stream.logits[1].clone()
     stream.logits[1, 7] = torch.nan
-    with pytest.raises(RuntimeError, match="logits of sequence 1 are no numbers"):
+    with pytest.raises(RuntimeError, match="logits of sequence 1 are not finite"):
         take(stream, 3)
     stream.logits[1] = kept
     assert_same(stream, before)
@@ -182,13 +182,13 @@ def test_nested_marks(stream, ids):
     assert_same(stream.rollback(marks[2]), moments[2])
     stream.feed(ids)
     assert_same(stream.rollback(), moments[2])
-    with pytest.raises(ValueError, match="mark must be one that this stream has"):
+    with pytest.raises(ValueError, match="mark must be one of this stream's"):
         stream.rollback(marks[3])
     fork = stream.fork().feed(ids)
     assert_same(stream.release(), moments[2])
     assert_same(stream.rollback(), moments[1])
     assert_same(stream.release(marks[0]), moments[1])
-    with pytest.raises(ValueError, match="mark must be one that this stream has, got None and 0"):
+    with pytest.raises(ValueError, match="there is no mark to roll back to or release; call mark"):
         stream.rollback()
     assert_same(fork.rollback(), moments[2])
 
@@ -272,7 +272,7 @@ def test_select_and_cat(model, stream, ids):
     for index, problem in ((3, "among 3 sequences, got 3"), ([], "at least one sequence")):
         with pytest.raises(ValueError, match=f"index must choose {problem}"):
             stream.select(index)
-    with pytest.raises(ValueError, match="streams must be at least one, and all of one model"):
+    with pytest.raises(ValueError, match="streams must be at least one, and share one model"):
         FracStream.cat([stream, FracStream(make_model())])
     with pytest.raises(ValueError, match="streams must be at least one"):
         FracStream.cat([])
@@ -333,11 +333,11 @@ def test_errors(model, ids):
     for inputs, problem in (
         (ids, "inputs must be for 1 sequences, the batch_size of the stream, got 3"),
         (ids[None], r"inputs must have shape \(T,\) or \(B, T\), got \(1, 3, 40\)"),
-        ([61], r"inputs must be in \[0, 61\), the vocabulary, got 61 to 61"),
-        ([-1, 5], r"inputs must be in \[0, 61\), the vocabulary, got -1 to 5"),
-        ([0.5], "inputs must hold whole numbers"),
-        (torch.rand(3), "inputs must hold whole numbers, ids of tokens, got torch.float32"),
-        ("text", r"inputs must be ids, got text; for text, make FracStream\(model, tokenizer\)"),
+        ([61], r"inputs must be in \[0, 61\), got ids from 61 to 61; the vocabulary has 61"),
+        ([-1, 5], r"inputs must be in \[0, 61\), got ids from -1 to 5; the vocabulary has 61"),
+        ([0.5], "inputs must be integer token ids"),
+        (torch.rand(3), "inputs must be integer token ids, got torch.float32"),
+        ("text", r"inputs must be ids, got text; for text, use FracStream\(model, tokenizer\)"),
     ):
         with pytest.raises(ValueError, match=problem):
             stream.feed(inputs)

@@ -1,4 +1,4 @@
-"""Text from streams: letters and spaces come whole, however the tokens cut them."""
+"""Text from streams: characters and spaces arrive whole, however tokens split them."""
 
 import re
 

@@ -1,5 +1,6 @@
-"""Prefix states: what the model has read before, it need not read again. Use `PrefixStates`."""
+"""Prefix cache: states of prompts read before, so they are not read again. Use `PrefixStates`."""
 
-from flash_frac.inference.prefixes.states import PrefixStates, PrefixStats
+from flash_frac.inference.prefixes.levels import PrefixStats
+from flash_frac.inference.prefixes.states import PrefixStates
 
 __all__ = ["PrefixStates", "PrefixStats"]

@@ -1,8 +1,9 @@
-"""Snapshots as files of one folder, which belong to one model."""
+"""Snapshots as files in a folder that belongs to one model."""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,16 +15,17 @@ from transformers.utils import logging
 from flash_frac.inference.prefixes.snapshots import Snapshot, packed, views
 from flash_frac.inference.prefixes.tree import Node, Tokens
 from flash_frac.inference.storage import Format, difference_of, read_file, read_part, write_file
+from flash_frac.lock import locked
 
 logger = logging.get_logger(__name__)
 
 FORMAT = Format("flash_frac.prefix", "1", "prefix state", "PrefixStates")
-# Nothing else has it, so that no file of others is ever deleted.
+# A unique suffix, so that no other file is ever deleted.
 SUFFIX = ".prefix"
 
 
 class Entry(NamedTuple):
-    """A file that was there before: ids (from the root), where its edge begins, its kind."""
+    """An existing file: ids from the root, the start of its edge, and its kind."""
 
     path: Path
     ids: Tokens
@@ -33,17 +35,24 @@ class Entry(NamedTuple):
 
 
 class PrefixFolder:
-    """A folder of snapshots. One process may use it at a time.
+    """A folder of snapshots, locked until `close` or the end of the process.
 
     Args:
-        fingerprint: of the model.
+        fingerprint: the model's fingerprint.
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, str]) -> None:
         self.folder, self._fingerprint = folder, fingerprint
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(folder, "folder"))
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        self._lock.close()
 
     def entries(self) -> list[Entry]:
-        """What an earlier process has left, the oldest first; ValueError if of another model.
+        """Files of an earlier process, the oldest first; ValueError if they are of another model.
 
         Only headers and tokens are read. Damaged files are deleted with a warning.
         """
@@ -63,14 +72,15 @@ class PrefixFolder:
             self.delete(path, error)
             return None
         if difference is not None:
+            self.close()
             raise ValueError(
-                f"folder {self.folder} holds prefix states of another model: {difference} (by "
-                f"{path.name}). Name another folder, or delete the files *{SUFFIX} in it"
+                f"folder {self.folder} holds prefix states of another model: {difference} (see "
+                f"{path.name}). Use another folder, or delete the files *{SUFFIX} in it"
             )
         return Entry(path, ids, begin, is_state, num_logits)
 
     def write(self, snapshot: Snapshot, memory: Tensor) -> Path | None:
-        """Write a snapshot; None, with a warning, if the folder does not take it."""
+        """Write a snapshot and return its path; warn and return None if that fails."""
         node: Node = snapshot.owner
         kind = "state" if snapshot is node.state else "segment"
         ids = node.ids()
@@ -81,15 +91,15 @@ class PrefixFolder:
         path = self.folder / f"{name}{digest[:32]}{SUFFIX}"
         tensors = {"ids": torch.from_numpy(ids), **views(memory.cpu(), snapshot.parts)}
         try:
-            # Without waiting for the disk: a damaged file is found by its checksum.
+            # Do not wait for the disk: the checksum detects a damaged file.
             write_file(path, FORMAT, self._fingerprint | facts, tensors, sync=False)
         except OSError as error:
-            logger.warning(f"a prefix state cannot be kept in folder {self.folder}: {error}")
+            logger.warning(f"a prefix state cannot be written to folder {self.folder}: {error}")
             return None
         return path
 
     def read(self, snapshot: Snapshot) -> Tensor | None:
-        """The bytes of a snapshot; None, with a warning, if its file is damaged or gone."""
+        """Return the bytes of a snapshot; warn and return None if its file is damaged or gone."""
         path, node = snapshot.path, snapshot.owner
         assert path is not None
         try:
@@ -102,14 +112,14 @@ class PrefixFolder:
             found = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
             if found | shapes != found:
                 raise ValueError(f"{path} was replaced by a file with other tensors")
-            # A copy, because on a CPU these would be the file itself, mapped into memory.
+            # Copy, because on a CPU these tensors are the memory-mapped file itself.
             return packed(tensors, snapshot.parts, torch.device("cpu"))
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, torch.OutOfMemoryError) as error:
             self.delete(path, error)
             return None
 
     def delete(self, path: Path, error: Exception | None = None) -> None:
-        """Delete a file; with a warning if that is because of an error."""
+        """Delete a file; warn if an error is the reason."""
         if error is not None:
-            logger.warning(f"a file of folder {self.folder} is dropped, not used: {error}")
+            logger.warning(f"deleting a file of folder {self.folder}: {error}")
         path.unlink(missing_ok=True)

@@ -1,31 +1,69 @@
 """The levels at which snapshots are kept: the device, then host memory, then a folder.
 
-Each level has a budget in bytes. When it is full, what was demoted or not used for longest moves
-down, and is gone below the last.
+Each level has a budget in bytes. When it is full, demoted and least recently used snapshots move
+down one level; below the last level they are dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from flash_frac.inference.prefixes.files import PrefixFolder
 from flash_frac.inference.prefixes.snapshots import Part, Snapshot, new_memory, packed, views
 
+logger = logging.get_logger(__name__)
+T = TypeVar("T")
+
 DEVICE, HOST, DISK = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """Totals since the start, and current sizes.
+
+    Attributes:
+        hits, misses: prompts with and without a cached prefix.
+        tokens_asked, tokens_reused: tokens of all prompts, and those of cached prefixes.
+        refused: states not kept because they were larger than the budgets or memory ran out.
+        moved_to_host, moved_to_disk: snapshots (of states, keys and values) moved to that level.
+        dropped: snapshots evicted from the last level.
+        damaged: snapshots whose file was damaged or gone when it was needed, or whose numbers were
+            NaN or infinite.
+        snapshots: number of snapshots held.
+        device_bytes, host_bytes, disk_bytes: bytes held at each level.
+    """
+
+    hits: int
+    misses: int
+    tokens_asked: int
+    tokens_reused: int
+    refused: int
+    moved_to_host: int
+    moved_to_disk: int
+    dropped: int
+    damaged: int
+    snapshots: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
 
 
 @dataclass
 class Level:
-    """Snapshots in one kind of memory, those not used for longest first, and their bytes.
+    """Snapshots in one kind of memory, least recently used first, and their bytes.
 
     Attributes:
-        arrived: how many have come here so far.
+        arrived: number of snapshots that have moved here so far.
     """
 
     budget: int
@@ -34,7 +72,7 @@ class Level:
     held: OrderedDict[Snapshot, int] = field(default_factory=OrderedDict)
 
     def add(self, snapshot: Snapshot, nbytes: int) -> None:
-        """Hold a snapshot, which was used just now."""
+        """Add a snapshot as the most recently used one."""
         self.held[snapshot] = nbytes
         self.nbytes += nbytes
 
@@ -43,13 +81,15 @@ class Levels:
     """Where snapshots are kept.
 
     Args:
-        budgets: bytes that each level may hold: tensors in memory, whole files on disk.
-        device: of the first level.
-        folder: of the last one; None if it is not used.
-        forget: called with each snapshot that is dropped, after it is gone.
+        budgets: bytes that each level may hold: tensors in memory (on a GPU with what PyTorch adds
+            to large ones), whole files on disk.
+        device: device of the first level.
+        folder: folder of the last level; None if it is not used.
+        forget: called with each snapshot after it is dropped.
 
     Attributes:
-        dropped, damaged: snapshots that had to make room, and those whose file was damaged.
+        dropped: number of evicted snapshots.
+        damaged: number of those whose file was damaged or whose numbers were not finite.
     """
 
     def __init__(
@@ -70,8 +110,19 @@ class Levels:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest snapshot that some level takes."""
+        """Bytes of the largest snapshot that fits in some level."""
         return max(level.budget for level in self.table)
+
+    def check_memory(self) -> None:
+        """Raise a ValueError if the device has less free memory than its level may still use."""
+        level = self.table[DEVICE]
+        most = level.nbytes + free_bytes(self.device)
+        if level.budget > most:
+            raise ValueError(
+                f"device_bytes (--prefix-device-gib) must be at most {most / 2**30:.2f} GiB, which "
+                f"is what the model and the slots leave free on {self.device}, got "
+                f"{level.budget / 2**30:.2f} GiB; lower it, or have fewer slots"
+            )
 
     def keep(self, snapshot: Snapshot, memory: Tensor | None, first: int = DEVICE) -> None:
         """Keep a snapshot at the first level that is large enough, from `first` on.
@@ -83,10 +134,13 @@ class Levels:
                 self.table[number].arrived += 1
                 self.make_room(number)
                 return
+            if snapshot.owner.gone:
+                # What was evicted because memory ran out has taken it along.
+                return
         self._drop(snapshot)
 
     def adopt(self, snapshot: Snapshot, path: Path) -> None:
-        """Hold a snapshot whose file is in the folder already."""
+        """Add a snapshot whose file is already in the folder."""
         snapshot.level, snapshot.path = DISK, path
         self.table[DISK].add(snapshot, path.stat().st_size)
 
@@ -97,75 +151,103 @@ class Levels:
             self._push_down(next(iter(level.held)), number + 1)
 
     def save(self) -> None:
-        """Push all down to the folder, what was used last at the end."""
+        """Move all snapshots to the folder, the most recently used last."""
         for number in (HOST, DEVICE):
             while self.table[number].held:
                 self._push_down(next(iter(self.table[number].held)), DISK)
 
     def split(self, old: Snapshot, memory: Tensor, *new: Snapshot) -> None:
-        """Keep snapshots with keys and values of successive tokens in place of one of all."""
+        """Replace a snapshot of keys and values by several, for consecutive parts of its tokens."""
         number, begin = old.level, 0
         assert number is not None
         if old.copied is not None:
-            # The CPU will read what the GPU writes.
+            # Wait, because the CPU will read what the GPU writes.
             old.copied.synchronize()
         whole = views(memory, old.parts)
         self.discard(old)
         for snapshot in new:
             end = begin + snapshot.parts[0].shape[2]
             columns = {name: x[:, :, begin:end] for name, x in whole.items()}
-            part = packed(columns, snapshot.parts, memory.device, pinned=memory.is_pinned())
-            if not self._store(snapshot, part, number):
+            pack = partial(packed, columns, snapshot.parts, memory.device)
+            part = self.attempt(
+                min(number, HOST), snapshot.nbytes, partial(pack, pinned=memory.is_pinned())
+            )
+            if part is None or not self._store(snapshot, part, number):
                 self._drop(snapshot)
                 break
             begin = end
-        # Two files are larger than one.
+        # Two files are larger than one, so the level may exceed its budget.
         self.make_room(number)
 
-    def load(self, snapshot: Snapshot) -> Tensor | None:
-        """The bytes of a snapshot, on the device or in host memory; not to be written.
+    def attempt(self, number: int, nbytes: int, make: Callable[[], T | None]) -> T | None:
+        """The result of a function that allocates this much memory of a level.
 
-        None if its file is damaged; then the snapshot is forgotten.
+        If memory runs out, that much is evicted for the next time, and the result is None.
         """
+        try:
+            return make()
+        except torch.OutOfMemoryError as error:
+            logger.warning_once(
+                f"memory for prefix states ran out within their budgets, which should be lower: "
+                f"{error}"
+            )
+        level = self.table[number]
+        rest = max(0, level.nbytes - nbytes)
+        while level.nbytes > rest:
+            self._push_down(next(iter(level.held)), number + 1)
+        return None
+
+    def load(self, snapshot: Snapshot) -> Tensor | None:
+        """The bytes of a snapshot, on the device or in host memory; read only.
+
+        None if its file is damaged or its numbers are not finite; the snapshot is then dropped.
+        """
+        if not self.verify(snapshot):
+            return None
         if snapshot.level != DISK:
             return snapshot.memory
         assert self._folder is not None
         memory = self._folder.read(snapshot)
         if memory is None:
-            self.damaged += 1
-            self.discard(snapshot)
-            self._forget(snapshot)
+            self._reject(snapshot)
         return memory
 
+    def verify(self, snapshot: Snapshot) -> bool:
+        """Whether the numbers of a snapshot are finite; otherwise it is dropped."""
+        if snapshot.is_finite():
+            return True
+        self._reject(snapshot)
+        return False
+
     def on_device(self, snapshot: Snapshot, memory: Tensor) -> Tensor:
-        """The bytes of a snapshot on the device, given those that `load` gave before."""
+        """The bytes of a snapshot on the device, given those from `load`."""
         held = snapshot.memory if snapshot.level == DEVICE else None
         return memory.to(self.device, non_blocking=True) if held is None else held
 
     def touch(self, snapshots: Sequence[Snapshot]) -> None:
-        """Note that snapshots were used just now, the last of them last."""
+        """Mark snapshots as just used, in order."""
         for snapshot in snapshots:
             if snapshot.level is not None:
                 self.table[snapshot.level].held.move_to_end(snapshot)
 
     def demote(self, snapshots: Sequence[Snapshot]) -> None:
-        """Let snapshots make room before all others, the last of them first."""
+        """Make snapshots the first to be evicted, the last of them first."""
         for snapshot in snapshots:
             if snapshot.level is not None:
                 self.table[snapshot.level].held.move_to_end(snapshot, last=False)
 
     def raise_up(self, snapshots: Sequence[Snapshot], memories: Sequence[Tensor]) -> None:
-        """Move snapshots, given their bytes, to the first level that takes all of them."""
-        total = sum(snapshot.nbytes for snapshot in snapshots)
+        """Move snapshots, given their bytes, to the first level that can hold all of them."""
+        total = sum(allocated(snapshot.nbytes, self.device) for snapshot in snapshots)
         fitting = [n for n, level in enumerate(self.table) if total <= level.budget]
         for snapshot, memory in zip(snapshots, memories, strict=True):
-            # One before may have made another make room.
+            # Moving an earlier one may have evicted or moved this one.
             if fitting and snapshot.level is not None and snapshot.level > fitting[0]:
                 self.discard(snapshot)
                 self.keep(snapshot, memory, fitting[0])
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Hold a snapshot no longer, if it is held at all."""
+        """Remove a snapshot from its level, if it is in one."""
         if snapshot.level is not None:
             level = self.table[snapshot.level]
             level.nbytes -= level.held.pop(snapshot)
@@ -174,6 +256,11 @@ class Levels:
             self._folder.delete(snapshot.path)
         snapshot.level = snapshot.memory = snapshot.copied = snapshot.path = None
 
+    def _reject(self, snapshot: Snapshot) -> None:
+        self.damaged += 1
+        self.discard(snapshot)
+        self._forget(snapshot)
+
     def _drop(self, snapshot: Snapshot) -> None:
         self.dropped += 1
         self._forget(snapshot)
@@ -181,33 +268,43 @@ class Levels:
     def _push_down(self, snapshot: Snapshot, first: int) -> None:
         memory, copied = snapshot.memory, snapshot.copied
         self.discard(snapshot)
-        # It may still be on its way to the host.
+        # Its copy to the host may still be running.
         snapshot.copied = copied
         self.keep(snapshot, memory, first)
 
     def _store(self, snapshot: Snapshot, memory: Tensor | None, number: int) -> bool:
-        """Whether a level takes a snapshot; if so, it is there."""
+        """Store a snapshot at a level if it fits; return whether it did."""
         assert memory is not None
-        if snapshot.nbytes > self.table[number].budget:
+        size = allocated(snapshot.nbytes, self.device) if number == DEVICE else snapshot.nbytes
+        if size > self.table[number].budget:
             return False
         if number == DISK:
             return self._store_on_disk(snapshot, memory)
-        if number == DEVICE:
-            # From host memory: nothing writes to it while the copy is under way.
-            memory = memory.to(self.device, non_blocking=True)
-        elif memory.is_cuda:
-            memory, snapshot.copied = _to_host(memory, snapshot.parts)
-        elif self.device.type == "cuda" and not memory.is_pinned():
-            memory = memory.pin_memory()
+        memory = self.attempt(
+            number, snapshot.nbytes, partial(self._moved, snapshot, memory, number)
+        )
+        if memory is None:
+            return False
         snapshot.level, snapshot.memory = number, memory
-        self.table[number].add(snapshot, snapshot.nbytes)
+        self.table[number].add(snapshot, size)
         return True
 
+    def _moved(self, snapshot: Snapshot, memory: Tensor, number: int) -> Tensor:
+        """The bytes of a snapshot in the memory of a level."""
+        if number == DEVICE:
+            # Host memory is not written while this asynchronous copy runs.
+            return memory.to(self.device, non_blocking=True)
+        if memory.is_cuda:
+            memory, snapshot.copied = _to_host(memory, snapshot.parts)
+        elif self.device.type == "cuda" and not memory.is_pinned():
+            memory = new_memory(snapshot.parts, "cpu", pinned=True).copy_(memory)
+        return memory
+
     def _store_on_disk(self, snapshot: Snapshot, memory: Tensor) -> bool:
-        if self._folder is None:
+        if self._folder is None or not snapshot.is_finite():
             return False
         if snapshot.copied is not None:
-            # The CPU will read what the GPU writes.
+            # Wait, because the CPU will read what the GPU writes.
             snapshot.copied.synchronize()
         path = self._folder.write(snapshot, memory)
         if path is None:
@@ -220,11 +317,39 @@ class Levels:
         return True
 
 
-def _to_host(memory: Tensor, parts: Sequence[Part]) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy in pinned memory, and when it will be there.
+def check_budgets(sizes: Mapping[str, int], folder: str | Path | None) -> None:
+    """Raise a ValueError if the budgets in bytes, by argument, are negative or lack the folder."""
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name} must be 0 or more, got {size}")
+    if (folder is None) != (sizes["disk_bytes"] == 0):
+        raise ValueError(
+            "disk_bytes (--prefix-disk-gib) and folder (--prefix-folder) belong together, got "
+            f"{sizes['disk_bytes']} and {folder}; give both or neither"
+        )
 
-    Until then, copies in the same stream may follow it, and the CPU may not look at it. PyTorch
-    uses neither piece of memory for anything else before.
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that can still be allocated on a GPU; there is no limit for other devices."""
+    if device.type != "cuda":
+        return math.inf
+    # PyTorch keeps the memory of freed tensors.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def allocated(nbytes: int, device: torch.device) -> int:
+    """Bytes that PyTorch takes from a device for a tensor."""
+    if device.type != "cuda" or nbytes < 10 * 2**20:
+        return nbytes
+    return -(-nbytes // 2**21) * 2**21
+
+
+def _to_host(memory: Tensor, parts: Sequence[Part]) -> tuple[Tensor, torch.cuda.Event]:
+    """Start a copy to pinned memory; return it and the event that marks its end.
+
+    Until then, later copies in the same stream may use it, but the CPU may not. PyTorch reuses
+    neither block of memory before the copy ends.
     """
     host = new_memory(parts, "cpu", pinned=True)
     host.copy_(memory, non_blocking=True)

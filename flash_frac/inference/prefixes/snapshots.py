@@ -1,12 +1,12 @@
-"""Snapshots: copies of tensors of one sequence, all in one piece of memory.
+"""Snapshots: copies of the tensors of one sequence in one block of memory.
 
-A snapshot is written once, and only read afterwards. One piece of memory is moved by one copy.
+A snapshot is written once and only read afterwards. One copy moves the whole block.
 Letters: L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_frac.inference.slots import Sent
 from flash_frac.models.slot_cache import SlotCache
 
 
@@ -32,18 +33,22 @@ class Part(NamedTuple):
 
 
 def in_order(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Large elements first, so that each tensor is aligned and no byte is between them."""
+    """Sort parts by element size, largest first, so that they are aligned without gaps."""
     return tuple(sorted(parts, key=lambda part: -part.dtype.itemsize))
 
 
 def new_memory(
     parts: Sequence[Part], device: torch.device | str, *, pinned: bool = False
 ) -> Tensor:
-    """Bytes for these parts, not yet written."""
-    # Tensors made in inference mode could not be written outside it.
-    with torch.inference_mode(False):
-        size = sum(part.nbytes for part in parts)
-        return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    """Uninitialised memory for these parts; a torch.OutOfMemoryError if there is none."""
+    size = sum(part.nbytes for part in parts)
+    try:
+        # Tensors created in inference mode cannot be written outside it.
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    except RuntimeError as error:
+        # Host memory has no error class of its own.
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 def views(memory: Tensor, parts: Sequence[Part]) -> dict[str, Tensor]:
@@ -64,7 +69,7 @@ def packed(
     *,
     pinned: bool = False,
 ) -> Tensor:
-    """Copies of tensors, which have these names and shapes, in one piece of memory."""
+    """Copies of tensors, with these names and shapes, in one block of memory."""
     memory = new_memory(parts, device, pinned=pinned)
     copy_all(views(memory, parts), tensors)
     return memory
@@ -75,7 +80,7 @@ def copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> No
     """Copy each source to the target of the same name."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for name, target in targets.items():
-        # One kernel for each dtype, where the device allows it.
+        # One kernel for each dtype, if the device supports it.
         to, by = groups.setdefault((target.dtype, target.device), ([], []))
         to.append(target)
         by.append(sources[name])
@@ -83,8 +88,16 @@ def copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> No
         torch._foreach_copy_(to, by)  # pyright: ignore[reportPrivateImportUsage]
 
 
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether no number is NaN or infinite: a tensor of one bool, without waiting for it."""
+    floats = (x for x in tensors if x.is_floating_point() and x.numel())
+    extremes = [end.double() for x in floats for end in x.aminmax()]
+    return torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
+
+
 def row_states(cache: SlotCache, row: int) -> dict[str, Tensor]:
-    """States and rings of a row, those of all layers together (L, ...), by name."""
+    """States and ring buffers of a row, stacked over layers (L, ...), by name."""
     return {f"fixed.{n}": x[:, row] for n, x in enumerate(cache.stacks)}
 
 
@@ -99,12 +112,13 @@ class Snapshot:
     """Some tensors of a sequence.
 
     Attributes:
-        owner: whose snapshot it is.
-        parts: its tensors, as `in_order` sorts them.
-        level: where it is kept; None if nowhere.
+        owner: the tree node that it belongs to.
+        parts: its tensors, sorted by `in_order`.
+        level: the level that holds it, or None.
         memory: its bytes; None if they are in a file.
-        path: the file; None if they are in memory.
-        copied: when a copy to host memory under way has ended; None if there is none.
+        path: the file; None if the bytes are in memory.
+        copied: event that marks the end of a running copy to host memory, or None.
+        finite: whether `all_finite` of its tensors, on its way to the host; None if they are.
     """
 
     owner: Any
@@ -113,6 +127,13 @@ class Snapshot:
     memory: Tensor | None = None
     path: Path | None = None
     copied: torch.cuda.Event | None = None
+    finite: Sent | None = None
+
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite; waits for the device if it is new."""
+        if self.finite is not None and bool(self.finite.get()):
+            self.finite = None
+        return self.finite is None
 
     @property
     def nbytes(self) -> int:
@@ -121,27 +142,27 @@ class Snapshot:
 
     @property
     def has_logits(self) -> bool:
-        """Whether those of the next token are there."""
+        """Whether it includes the logits of the next token."""
         return any(part.name == "logits" for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Tensors of one sequence of a model: of fixed size, and those that grow, for no token."""
+    """Tensors of one sequence: those of fixed size, and the growing ones at length 0."""
 
     fixed: tuple[Part, ...]
     growing: tuple[Part, ...]
 
     @staticmethod
     def of(cache: SlotCache) -> Shapes:
-        """Those of the sequences of a cache."""
+        """The shapes of a cache's sequences."""
         fixed = row_states(cache, 0).items()
         growing = row_columns(cache, 0, 0, 0).items()
         parts = ([Part(name, tuple(x.shape), x.dtype) for name, x in y] for y in (fixed, growing))
         return Shapes(*map(in_order, parts))
 
     def state(self, num_logits: int) -> tuple[Part, ...]:
-        """The tensors of fixed size, with logits of the next token if there are some."""
+        """The tensors of fixed size, with logits of the next token if there are any."""
         logits = [Part("logits", (num_logits,), torch.float32)] if num_logits else []
         return in_order([*self.fixed, *logits])
 
@@ -151,21 +172,21 @@ class Shapes:
         return tuple(x._replace(shape=y) for x, y in zip(self.growing, sizes, strict=True))
 
     def check(self, cache: SlotCache) -> None:
-        """ValueError if a cache is of another model."""
+        """Raise a ValueError if a cache belongs to another model."""
         if Shapes.of(cache) != self:
             raise ValueError(
-                "cache must be of the model whose prefix states are kept (bind), but its tensors "
-                "have other names, shapes or dtypes"
+                "cache must belong to the model whose prefix states are kept (bind), but its "
+                "tensors have other names, shapes or dtypes"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A state that is the beginning of some prompt. It stays valid whatever is evicted meanwhile.
+    """The cached state of a prompt's prefix. It stays valid even if it is evicted meanwhile.
 
     Attributes:
         num_tokens: tokens of the prompt that need not be read.
-        logits: (V,) float32 of the next token, if they are kept; else None.
+        logits: (V,) float32 of the next token, or None if they are not cached.
     """
 
     num_tokens: int
@@ -176,16 +197,16 @@ class Found:
 
     @torch.no_grad()
     def restore(self, cache: SlotCache, row: int) -> None:
-        """Make a row of a cache hold these tokens, whatever it held before.
+        """Overwrite a row of a cache with this state.
 
         Args:
-            cache: of the same model, with room for them (`cache.reserve`).
+            cache: of the same model, with room for the tokens (`cache.reserve`).
         """
         self._shapes.check(cache)
         if self._segments and cache.full.size < self.num_tokens:
             raise ValueError(
-                f"cache must have room for {self.num_tokens} tokens and has {cache.full.size}; "
-                "make it with a larger size"
+                f"cache must have room for {self.num_tokens} tokens, but it has {cache.full.size}; "
+                "build it with a larger size"
             )
         copy_all(row_states(cache, row), self._state)
         begin = 0

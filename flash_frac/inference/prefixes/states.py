@@ -1,83 +1,55 @@
-"""Prefix states: what the model has read before, it need not read again, from any token on.
+"""Prefix cache: a prompt that starts like an earlier one is read from where they differ.
 
-A tree over tokens: an edge is some tokens that follow each other, and a node is a place where
-prompts branch or a state was kept. A state of fixed size belongs to its node. Keys and values of
-layers that see all tokens belong to the edges, so that prompts share those of their common tokens.
+It is a tree over tokens: an edge is a run of consecutive tokens, and a node is a position where
+prompts branch or a state was kept. A fixed-size state belongs to its node. Keys and values of
+full-attention layers belong to the edges, so prompts share those of their common tokens.
 Letters: V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from flash_frac.files import check_folder
 from flash_frac.inference.prefixes.files import Entry, PrefixFolder
-from flash_frac.inference.prefixes.levels import DISK, Levels
+from flash_frac.inference.prefixes.levels import DEVICE, DISK, Levels, PrefixStats, check_budgets
 from flash_frac.inference.prefixes.snapshots import (
     Found,
     Part,
     Shapes,
     Snapshot,
+    all_finite,
     packed,
     row_columns,
     row_states,
     views,
 )
 from flash_frac.inference.prefixes.tree import Node, Tokens, as_tokens
+from flash_frac.inference.slots import Sent
 from flash_frac.inference.state import check_model, empty_cache
 from flash_frac.inference.storage import difference_of, fingerprint
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.slot_cache import SlotCache
 
 
-@dataclass(frozen=True)
-class PrefixStats:
-    """Counts since the beginning, and what is held now.
-
-    Attributes:
-        hits, misses: prompts for which a state was found, or none.
-        tokens_asked, tokens_reused: tokens of all prompts, and of those in states that were found.
-        refused: states that were larger than the budgets, and so not kept.
-        moved_to_host, moved_to_disk: snapshots (of states, of keys and values) that came there.
-        dropped: snapshots that have left the last level to make room.
-        damaged: snapshots whose file was damaged or gone when it was needed.
-        snapshots: how many are held.
-        device_bytes, host_bytes, disk_bytes: held at each level.
-    """
-
-    hits: int
-    misses: int
-    tokens_asked: int
-    tokens_reused: int
-    refused: int
-    moved_to_host: int
-    moved_to_disk: int
-    dropped: int
-    damaged: int
-    snapshots: int
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-
-
 class PrefixStates:
-    """States of prompts that were read, to begin other prompts with.
+    """Prefix cache: states of prompts read before, from which other prompts start.
 
-    One thread may use it, on one CUDA stream: the one in which the model runs. Budgets are for
-    tensors. What `longest` has found stays in memory, beyond them, for as long as it is held.
+    Use it from one thread and on one CUDA stream, the one on which the model runs. Budgets count
+    tensors. A result of `longest` stays in memory, outside the budgets, as long as it is held.
 
     Args:
-        device_bytes: budget on the device of the model.
+        device_bytes: budget on the device of the model, for tensors as PyTorch rounds them there.
         host_bytes: budget in host memory, pinned if the device is a GPU. PyTorch rounds each
-            pinned allocation up to a power of two, which is not counted.
+            pinned allocation up to a power of two; the difference is not counted.
         disk_bytes: budget of the files in `folder`.
-        folder: for what leaves the memory; None for none. It belongs to one model and one process
-            at a time. What is in it when `bind` is called is used again.
-        spacing: `wanted` names every multiple of this; None for none.
+        folder: for snapshots evicted from memory; None for no folder. It belongs to one model, and
+            from `bind`, which reuses the files in it, to `close` to one process.
+        spacing: `wanted` includes every multiple of this; None for no multiples.
 
     Example:
         >>> prefixes = PrefixStates(device_bytes=2**30).bind(model)
@@ -98,14 +70,7 @@ class PrefixStates:
         spacing: int | None = 512,
     ) -> None:
         sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-        for name, size in sizes.items():
-            if size < 0:
-                raise ValueError(f"{name} must be 0 or more, got {size}")
-        if (folder is None) != (disk_bytes == 0):
-            raise ValueError(
-                f"disk_bytes and folder belong together, got {disk_bytes} and {folder}; give both "
-                "or none"
-            )
+        check_budgets(sizes, folder)
         if spacing is not None and spacing < 1:
             raise ValueError(f"spacing must be None or at least 1, got {spacing}")
         self.spacing, self._budgets = spacing, tuple(sizes.values())
@@ -113,9 +78,10 @@ class PrefixStates:
         self._root = Node()
         self._hits = self._misses = self._asked = self._reused = self._refused = 0
         self._fingerprint: dict[str, str] | None = None
+        self._folder: PrefixFolder | None = None
 
     def bind(self, model: FracForCausalLM) -> PrefixStates:
-        """Keep states of this model, and of no other. To be called before anything else.
+        """Cache states of this model only. Call this before anything else.
 
         Call it again after a change of the weights: states of other weights are an error.
         """
@@ -124,8 +90,8 @@ class PrefixStates:
         if self._fingerprint is not None:
             if difference := difference_of(self._fingerprint, here):
                 raise ValueError(
-                    f"model must be the one whose states are kept, but {difference}; make another "
-                    "PrefixStates for it"
+                    f"model must be the one whose states are cached, but {difference}; create "
+                    "another PrefixStates for it"
                 )
             return self
         cache = SlotCache(empty_cache(model, 1), 1, 0)
@@ -135,13 +101,13 @@ class PrefixStates:
         self._levels = Levels(self._budgets, device, folder, self._forget)
         if folder is not None:
             self._adopt(folder)
-        self._fingerprint = here
+        self._fingerprint, self._folder = here, folder
         return self
 
     def longest(self, ids: Sequence[int] | Tokens | Tensor) -> Found | None:
-        """The deepest state whose tokens begin a prompt; None if there is none.
+        """The state of the longest cached prefix of a prompt; None if there is none.
 
-        At least one token is left to read, unless the logits after all of them are kept.
+        At least one token is left to read, unless the logits after the whole prompt are cached.
         """
         tokens = self._tokens(ids)
         self._asked += len(tokens)
@@ -150,7 +116,8 @@ class PrefixStates:
             whole = node.num_tokens == len(tokens)
             if node.gone or node.state is None or (whole and not node.state.has_logits):
                 continue
-            found = self._load(node)
+            size = sum(snapshot.nbytes for snapshot in node.needed())
+            found = self._levels.attempt(DEVICE, size, partial(self._load, node))
             if found is not None:
                 self._hits += 1
                 self._reused += node.num_tokens
@@ -166,25 +133,31 @@ class PrefixStates:
         *,
         logits: Tensor | None = None,
     ) -> bool:
-        """Keep a copy of the state of a row, which has read exactly these tokens.
+        """Cache a copy of the state of a row that has read exactly these tokens.
 
-        Keys and values of tokens that are in the tree already are not copied again.
+        Keys and values of tokens that are already in the tree are not copied again. A state with
+        NaN or infinite numbers is dropped before it is used or written to a file.
 
         Args:
             logits: (V,) of the next token, so that a prompt of exactly these tokens need not be
                 read at all. They are kept in float32.
 
         Returns:
-            Whether the state is kept. One that is larger than the budgets is not.
+            Whether the state is kept. It is not if it is larger than the budgets, or if memory runs
+            out.
         """
         tokens = self._tokens(ids)
         if not len(tokens) or cache.counts[row] != len(tokens):
             raise ValueError(
-                f"ids must be the tokens that row {row} has read, which are {cache.counts[row]}, "
+                f"ids must be the {cache.counts[row]} tokens that row {row} has read, "
                 f"and at least one, got {len(tokens)}"
             )
         self._shapes.check(cache)
         path, matched = self._root.walk(tokens)
+        held = [x for node in path for x in (node.segment, node.state) if x is not None]
+        if not all(map(self._levels.verify, held)):
+            # What was dropped is no longer part of the tree.
+            return self.put(tokens, cache, row, logits=logits)
         known = path[-1].state if path and path[-1].num_tokens == len(tokens) else None
         if known is not None and (logits is None or known.has_logits):
             self._levels.touch(path[-1].needed())
@@ -193,7 +166,9 @@ class PrefixStates:
         parts = self._shapes.state(0 if logits is None else len(logits))
         if logits is not None:
             tensors["logits"] = logits
-        if not self._fits(tokens, path, parts):
+        # Before the tree changes, because there may be no memory for it.
+        copy = self._copy(tensors, parts) if self._fits(tokens, path, parts) else None
+        if copy is None:
             self._refused += 1
             return False
         node = self._node_at(tokens, path, matched)
@@ -202,8 +177,8 @@ class PrefixStates:
             return self.put(tokens, cache, row, logits=logits)
         if known is not None:
             self._levels.discard(known)
-        node.state = Snapshot(node, parts)
-        self._keep(node, packed(tensors, parts, self._levels.device), cache, row)
+        node.state = Snapshot(node, parts, finite=copy[0])
+        self._keep(node, copy[1], cache, row)
         return not node.gone and node.state is not None
 
     def wanted(
@@ -212,15 +187,15 @@ class PrefixStates:
         known: int = 0,
         boundaries: Iterable[int] = (),
     ) -> list[int]:
-        """After how many tokens of a prompt its reader should `put` a state, in order.
+        """Positions in a prompt at which to `put` a state, in order.
 
-        These are the boundaries, the end, the multiples of `spacing`, and where prompts branch:
-        those before and this one.
+        These are the boundaries, the end, the multiples of `spacing`, and the position where this
+        prompt branches off earlier ones.
 
         Args:
-            known: tokens that are not read, because `longest` has found their state.
-            boundaries: numbers of tokens after which others may go on otherwise, such as the ends
-                of messages.
+            known: tokens that need not be read, because `longest` has found their state.
+            boundaries: positions after which other prompts may differ, such as the ends of
+                messages.
         """
         tokens, boundaries = self._tokens(ids), set(boundaries)
         if any(not 0 <= n <= len(tokens) for n in boundaries):
@@ -236,18 +211,27 @@ class PrefixStates:
         return sorted(n for n in found if n > known)
 
     def clear(self) -> None:
-        """Hold no state."""
+        """Drop all states."""
         for child in list(self._root.children.values()):
             self._remove(child)
 
     def save(self) -> None:
-        """Move all to the folder, as far as its budget allows, for a later process."""
+        """Move everything to the folder, within its budget, for a later process."""
         if self._path is None:
-            raise ValueError("save needs a folder: give folder and disk_bytes to PrefixStates")
+            raise ValueError("save needs a folder: pass folder and disk_bytes to PrefixStates")
         self._levels.save()
 
+    def close(self) -> None:
+        """Let another process use the folder; use these states no more."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def check_memory(self) -> None:
+        """Raise a ValueError if the device has less free memory than the budget allows to use."""
+        self._levels.check_memory()
+
     def stats(self) -> PrefixStats:
-        """What has happened so far, and what is held."""
+        """Totals so far, and current sizes."""
         device, host, disk = self._levels.table
         return PrefixStats(
             hits=self._hits,
@@ -271,14 +255,24 @@ class PrefixStates:
         return as_tokens(ids)
 
     def _fits(self, tokens: Tokens, path: list[Node], parts: Sequence[Part]) -> bool:
-        """Whether the levels can hold a state with the keys and values of all its tokens."""
+        """Whether a state fits in the levels with the keys and values of all its tokens."""
         segments = [node.segment.nbytes for node in path if node.segment is not None]
         new = self._shapes.segment(len(tokens) - (path[-1].num_tokens if path else 0))
         sizes = [sum(part.nbytes for part in x) for x in (parts, new)] + segments
         return max(sizes) <= self._levels.largest and sum(sizes) <= self._levels.budget
 
+    def _copy(
+        self, tensors: Mapping[str, Tensor], parts: Sequence[Part]
+    ) -> tuple[Sent, Tensor] | None:
+        """Whether tensors are finite, and their copy on the device; None without memory for it."""
+
+        def make() -> tuple[Sent, Tensor]:
+            return Sent(all_finite(tensors.values())), packed(tensors, parts, self._levels.device)
+
+        return self._levels.attempt(DEVICE, sum(part.nbytes for part in parts), make)
+
     def _node_at(self, tokens: Tokens, path: list[Node], matched: int) -> Node | None:
-        """The node after all tokens, which is made if need be; None if that failed on a file."""
+        """The node after all tokens, added if missing; None if a file was damaged."""
         node = path[-1] if path else self._root
         if matched > node.num_tokens:
             child = node.children[int(tokens[node.num_tokens])]
@@ -304,16 +298,23 @@ class PrefixStates:
         return None if upper.gone else upper
 
     def _keep(self, node: Node, state: Tensor, cache: SlotCache, row: int) -> None:
-        """Hold the state of a node, and the keys and values of its edge if it is new."""
+        """Store the state of a node, and the keys and values of its edge if it is new."""
         assert node.state is not None
         new = bool(self._shapes.growing) and node.segment is None
-        # Those of the tokens before must not make room for it.
+        # Keys and values of earlier tokens must not be evicted to make room for it.
         self._levels.touch(node.needed())
         if new:
             keys_values = row_columns(cache, row, node.begin, node.num_tokens)
-            node.segment = Snapshot(node, self._shapes.segment(len(node.tokens)))
-            memory = packed(keys_values, node.segment.parts, self._levels.device)
-            self._levels.keep(node.segment, memory)
+            parts = self._shapes.segment(len(node.tokens))
+            copy = self._copy(keys_values, parts)
+            if copy is None:
+                self._refused += 1
+                # What made room may have removed the node already.
+                if not node.gone:
+                    self._remove(node)
+                return
+            node.segment = Snapshot(node, parts, finite=copy[0])
+            self._levels.keep(node.segment, copy[1])
         if not node.gone:
             self._levels.demote(node.passed())
             self._levels.keep(node.state, state)
@@ -330,7 +331,7 @@ class PrefixStates:
         self._levels.touch(held)
         self._levels.raise_up(held, memories)
         self._levels.touch(held)
-        # Where it was not moved to the device, a copy is made there.
+        # A snapshot that was not moved to the device is copied there.
         state, *segments = (
             views(self._levels.on_device(x, memory), x.parts)
             for x, memory in zip(held, memories, strict=True)
@@ -340,7 +341,7 @@ class PrefixStates:
         return Found(node.num_tokens, logits, self._shapes, state, segments[::-1])
 
     def _adopt(self, folder: PrefixFolder) -> None:
-        """Take the files of an earlier process into the tree; those of no use are deleted."""
+        """Add the files of an earlier process to the tree; delete useless ones."""
         entries, nodes = folder.entries(), {}
         for entry in sorted(entries, key=lambda entry: (len(entry.ids), entry.is_state)):
             nodes[entry.path] = self._place_for(entry)
@@ -359,7 +360,7 @@ class PrefixStates:
         self._levels.make_room(DISK)
 
     def _place_for(self, entry: Entry) -> Node | None:
-        """The node of a file; None if keys and values of tokens before are not there."""
+        """The node of a file; None if keys and values of earlier tokens are missing."""
         path, matched = self._root.walk(entry.ids)
         node = path[-1] if path else self._root
         if entry.is_state and not self._shapes.growing:
@@ -371,7 +372,7 @@ class PrefixStates:
         return node.add(entry.ids[entry.begin :])
 
     def _forget(self, snapshot: Snapshot) -> None:
-        """Take a snapshot that is gone out of the tree, with all that is of no use without it."""
+        """Remove a dropped snapshot from the tree, with everything that needs it."""
         node: Node = snapshot.owner
         if node.gone:
             return
@@ -382,7 +383,7 @@ class PrefixStates:
             self._prune(node)
 
     def _remove(self, node: Node) -> None:
-        """Take a node and all under it out of the tree."""
+        """Remove a node and everything below it from the tree."""
         assert node.parent is not None
         for lower in node.below():
             lower.gone = True
@@ -393,6 +394,6 @@ class PrefixStates:
         self._prune(node.parent)
 
     def _prune(self, node: Node) -> None:
-        """Take a node out of the tree which no state needs."""
+        """Remove a node from the tree if no state needs it."""
         if node.parent is not None and not node.gone and not node.children and node.state is None:
             self._remove(node)

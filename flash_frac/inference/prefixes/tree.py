@@ -1,4 +1,4 @@
-"""A radix tree over tokens: an edge is some tokens that follow each other."""
+"""A radix tree over tokens: an edge is a run of consecutive tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = np.ndarray
 
 
 def as_tokens(ids: Sequence[int] | Tokens | Tensor) -> Tokens:
-    """A copy of the token ids of one sequence; ValueError if they are something else."""
+    """A copy of the token ids of one sequence; a ValueError for anything else."""
     found = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise ValueError(
@@ -28,11 +28,11 @@ class Node:
     """An edge of the tree and its lower end.
 
     Attributes:
-        tokens: of the edge; the root has none.
-        num_tokens: from the root to the end of the edge.
-        segment: keys and values of the edge; None if no layer of the model sees all tokens.
-        state: after all tokens; None if it is not kept.
-        gone: whether it has been taken out of the tree.
+        tokens: tokens of the edge; the root has none.
+        num_tokens: number of tokens from the root to the end of the edge.
+        segment: keys and values of the edge; None for a model without full-attention layers.
+        state: state after all tokens; None if it is not cached.
+        gone: whether the node was removed from the tree.
     """
 
     tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
@@ -45,11 +45,11 @@ class Node:
 
     @property
     def begin(self) -> int:
-        """Tokens before the edge."""
+        """Number of tokens before the edge."""
         return self.num_tokens - len(self.tokens)
 
     def path(self) -> list[Node]:
-        """The nodes from the root, which is left out, to this one."""
+        """The nodes from below the root to this one."""
         found: list[Node] = []
         node = self
         while node.parent is not None:
@@ -62,7 +62,7 @@ class Node:
         return np.concatenate([node.tokens for node in self.path()])
 
     def below(self) -> Iterator[Node]:
-        """This node and all under it."""
+        """This node and all nodes below it."""
         nodes: list[Node] = [self]
         while nodes:
             node = nodes.pop()
@@ -70,7 +70,7 @@ class Node:
             yield node
 
     def needed(self) -> list[Snapshot]:
-        """The state, then keys and values from this edge up to the root."""
+        """The state, then the keys and values from this edge up to the root."""
         segments = [node.segment for node in reversed(self.path())]
         return [x for x in (self.state, *segments) if x is not None]
 
@@ -84,7 +84,7 @@ class Node:
         return found
 
     def walk(self, tokens: Tokens) -> tuple[list[Node], int]:
-        """Of a root: nodes whose tokens all begin a prompt, and how many of its tokens are here."""
+        """From the root: nodes that a prompt passes fully, and how many of its tokens match."""
         path, node, matched = [], self, 0
         while matched < len(tokens):
             child = node.children.get(int(tokens[matched]))
@@ -99,13 +99,13 @@ class Node:
         return path, matched
 
     def add(self, tokens: Tokens) -> Node:
-        """A new child."""
+        """Add a child."""
         child = Node(tokens.copy(), self, self.num_tokens + len(tokens))
         self.children[int(tokens[0])] = child
         return child
 
     def cut(self, num: int) -> Node:
-        """Cut the edge after some of its tokens; the new node above, yet without a segment."""
+        """Cut the edge after `num` tokens; return the new upper node, still without a segment."""
         assert self.parent is not None
         first, last = self.tokens[:num].copy(), self.tokens[num:].copy()
         upper = self.parent.add(first)
@@ -115,7 +115,7 @@ class Node:
 
 
 def _num_common(a: Tokens, b: Tokens) -> int:
-    """How many tokens are the same at the beginning of both."""
+    """Length of the common prefix."""
     num = min(len(a), len(b))
     differ = np.flatnonzero(a[:num] != b[:num])
     return int(differ[0]) if len(differ) else num

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over one engine. `serving.serve` starts it."""
+"""The HTTP server: OpenAI's API on one engine. `serving.serve` starts it."""

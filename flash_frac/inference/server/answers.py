@@ -1,10 +1,10 @@
-"""Between the engine's thread and the event loop of a server: answers as they come.
+"""Pass answers from the engine's thread to the event loop of a server.
 
-The engine never waits for the loop. It leaves its updates in a queue, and wakes the loop up if that
-is not awake; the loop takes all of them at once. What came for a client since its last event goes
-out as one event, so that a loop that falls behind sends fewer and longer ones. The loop also leaves
-time for the engine, with which it shares Python's lock: it looks for updates the less often the
-more clients there are.
+The engine never waits for the loop. It puts updates in a queue and wakes the loop if needed; the
+loop takes all of them at once. All updates for a client since its last event go out as one event,
+so a loop that falls behind sends fewer and longer ones. The loop also leaves time for the engine,
+with which it shares Python's GIL: the more events it had to send, the later it takes the next
+updates.
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ from typing import Any
 from flash_frac.inference.scheduling import Request, Update
 from flash_frac.inference.server.metrics import Metrics
 
-# What an event costs the loop, roughly, and the share of the time that it may take for them.
+# Approximate cost of an event, in seconds, and the maximum fraction of time spent on events.
 SECONDS_PER_EVENT, LOOP_SHARE = 40e-6, 0.5
 
 
 class Answer:
-    """What has come for one request, and what its handler has not taken yet.
+    """The answer to one request so far, and the part that its handler has not taken yet.
+
+    Args:
+        streams: wake the handler for each part, not only at the end.
 
     Attributes:
-        tokens, logprobs, top: of the answer, as `Update` has them, not taken yet.
-        num_tokens: of the answer so far.
-        finished, error: as `Update` has them.
+        tokens, logprobs, top: the part not taken yet, as in `Update`.
+        num_tokens: number of tokens so far.
+        num_cached: as in `Update`.
+        finished, error: as in `Update`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, streams: bool) -> None:
+        self.streams = streams
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[Any] = []
-        self.num_tokens = 0
+        self.num_tokens = self.num_cached = 0
         self.finished: str | None = None
         self.error: str | None = None
         self.begin = self.last = time.monotonic()
@@ -46,18 +51,20 @@ class Answer:
         self.logprobs += update.logprobs
         self.top += update.top
         self.num_tokens += len(update.tokens)
+        self.num_cached = update.num_cached or self.num_cached
         if update.finished is not None:
             self.finished, self.error = update.finished, update.error
-        self._news.set()
+        if self.streams or self.finished is not None:
+            self._news.set()
 
     def leave(self, *unused: object) -> None:
-        """The client has gone; whoever waits is told."""
+        """Note that the client has left, and wake the handler."""
         if self.finished is None:
             self.finished = "gone"
             self._news.set()
 
     async def wait(self) -> None:
-        """Until something has come since the last time."""
+        """Wait until something new has come."""
         await self._news.wait()
         self._news.clear()
 
@@ -66,14 +73,14 @@ class Answer:
             await self.wait()
 
     def take(self) -> tuple[list[int], list[float], list[Any]]:
-        """Tokens, their logprobs and the likeliest ones since the last time."""
+        """Return the new tokens, their logprobs and the likeliest tokens."""
         new = (self.tokens, self.logprobs, self.top)
         self.tokens, self.logprobs, self.top = [], [], []
         return new
 
 
 class Answers:
-    """Asks the engine on behalf of an event loop.
+    """Sends requests to the engine on behalf of an event loop.
 
     Example:
         >>> async with answers.ask(request) as answer:
@@ -82,28 +89,25 @@ class Answers:
 
     def __init__(self, engine: Any, metrics: Metrics) -> None:
         self.engine, self.metrics = engine, metrics
-        # One thread appends and the other takes from the left, which needs no lock.
+        # One thread appends and the other pops from the left, so no lock is needed.
         self._updates: deque[tuple[Answer, Update]] = deque()
-        self._num_open, self._next_look = 0, 0.0
+        self._next_look = 0.0
         self._awake = False
 
-    def ask(self, request: Request) -> _Asked:
-        """An answer for as long as it is needed; leaving it early cancels the request."""
-        return _Asked(self, request)
+    def ask(self, request: Request, *, streams: bool = True) -> _Asked:
+        """Submit a request and give its answer; leaving the block early cancels the request."""
+        return _Asked(self, request, Answer(streams=streams))
 
-    def _begin(self, request: Request) -> tuple[Answer, int]:
-        answer, loop = Answer(), asyncio.get_running_loop()
-        id = self.engine.submit(request, partial(self._from_engine, loop, answer))
-        self._num_open += 1
-        return answer, id
+    def _begin(self, request: Request, answer: Answer) -> int:
+        loop = asyncio.get_running_loop()
+        return self.engine.submit(request, partial(self._from_engine, loop, answer))
 
     def _end(self, answer: Answer, id: int) -> None:
-        self._num_open -= 1
         if answer.finished in (None, "gone"):
             self.engine.cancel(id)
 
     def _from_engine(self, loop: asyncio.AbstractEventLoop, answer: Answer, update: Update) -> None:
-        """In the engine's thread: no more than this, since a step has one for every slot."""
+        """Queue an update, in the engine's thread; it must be cheap: one call per slot and step."""
         self._updates.append((answer, update))
         if not self._awake:
             self._awake = True
@@ -117,26 +121,30 @@ class Answers:
             self._take(loop)
 
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
-        # In this order: what comes from now on wakes the loop again.
+        # Reset this first, so that later updates wake the loop again.
         self._awake = False
-        self._next_look = loop.time() + self._num_open * SECONDS_PER_EVENT / LOOP_SHARE
-        now = time.monotonic()
+        # Answers to send an event of. Requests that wait, or are answered whole, cost nothing.
+        streams: set[Answer] = set()
+        begun, now = loop.time(), time.monotonic()
         while self._updates:
             answer, update = self._updates.popleft()
-            # Once for what came together.
+            # Measure once for updates that came together.
             if update.tokens and answer.last != now:
                 self.metrics.tokens(answer, now)
             answer.add(update)
+            if answer.streams:
+                streams.add(answer)
+        self._next_look = begun + len(streams) * SECONDS_PER_EVENT / LOOP_SHARE
 
 
 class _Asked:
     """The context of `Answers.ask`."""
 
-    def __init__(self, answers: Answers, request: Request) -> None:
-        self._answers, self._request = answers, request
+    def __init__(self, answers: Answers, request: Request, answer: Answer) -> None:
+        self._answers, self._request, self._answer = answers, request, answer
 
     async def __aenter__(self) -> Answer:
-        self._answer, self._id = self._answers._begin(self._request)
+        self._id = self._answers._begin(self._request, self._answer)
         return self._answer
 
     async def __aexit__(self, *error: object) -> None:

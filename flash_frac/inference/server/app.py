@@ -1,4 +1,4 @@
-"""The server as an ASGI application: OpenAI's endpoints, /health and /metrics, over one engine."""
+"""The server as an ASGI application: OpenAI's endpoints, /health and /metrics, on one engine."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 
 @dataclass
 class Service:
-    """One model and what answers for it.
+    """One model and the engine that serves it.
 
     Attributes:
-        name: of the model, as clients call it.
-        engine: an Engine that was started.
-        defaults: what holds where a client says nothing.
+        name: name of the model in the API.
+        engine: a running Engine.
+        defaults: settings for fields that a request leaves out.
         template_options: for the chat template, unless a request has its own.
     """
 
@@ -60,11 +60,11 @@ class Service:
 
 
 def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None]) -> Starlette:
-    """The application.
+    """Build the application.
 
     Args:
-        cors: whether pages of other sites may ask.
-        on_end: called when the last request has been answered and the server ends.
+        cors: allow requests from pages of other sites.
+        on_end: called when the last request has been answered and the server stops.
 
     Example: `uvicorn.run(build_app(service, on_end=engine.stop))`
     """
@@ -72,7 +72,8 @@ def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None
     async def health(_: HttpRequest) -> Response:
         failed = service.engine.failed
         if failed is None:
-            return JSONResponse({"status": "ok"})
+            ready = service.engine.warmed_up
+            return JSONResponse({"status": "ok" if ready else "starting"}, 200 if ready else 503)
         reason = one_line(f"{type(failed).__name__}: {failed}")
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
 
@@ -117,10 +118,16 @@ async def _refuse(_: HttpRequest, error: Any) -> Response:
 
 def _handler(service: Service, kind: str) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def handle(http: HttpRequest) -> Response:
+        try:
+            return await answer(http)
+        except RecursionError as error:
+            raise HTTPException(400, "the body must not be nested so deeply") from error
+
+    async def answer(http: HttpRequest) -> Response:
         body = await _read_body(http)
         problem = request_problem(kind, body, service.tokenizer) or unanswerable(kind, body)
         if problem is None and body.get("model") not in (None, service.name):
-            problem = f"this server has the model {service.name} only, got {body['model']!r}"
+            problem = f"this server only has the model {service.name}, got {body['model']!r}"
         if problem is not None:
             raise HTTPException(400, problem)
         request = await asyncio.to_thread(_translate, service, kind, body)
@@ -136,18 +143,18 @@ async def _read_body(http: HttpRequest) -> dict[str, Any]:
     try:
         content = await http.body()
         body = json.loads(content)
-        # JSON can write half of a pair of surrogates, which is in no text and no tokenizer reads.
+        # JSON can contain a lone surrogate, which is not valid text and which no tokenizer accepts.
         if b"\\ud" in content.lower():
             json.dumps(body, ensure_ascii=False).encode()
     except ValueError as error:
         raise HTTPException(400, f"the body must be JSON: {error}") from error
     if not isinstance(body, dict):
-        raise HTTPException(400, f"the body must be an object of JSON, got {type(body).__name__}")
+        raise HTTPException(400, f"the body must be a JSON object, got {type(body).__name__}")
     return body
 
 
 def _translate(service: Service, kind: str, body: dict[str, Any]) -> Request:
-    """The engine's request. A prompt may be long, so that this runs beside the event loop."""
+    """Translate a body into an engine request; runs in a thread, because a prompt may be long."""
     try:
         prompt = read_prompt(kind, body, service.tokenizer, service.template_options)
         return make_request(body, prompt, service.defaults)
@@ -158,9 +165,9 @@ def _translate(service: Service, kind: str, body: dict[str, Any]) -> Request:
 
 
 class _Reply(Response):
-    """The answer to one request, in one piece or as events.
+    """The answer to one request, whole or as events.
 
-    It speaks ASGI itself, for the sake of speed and to learn when a client goes.
+    It implements ASGI directly, for speed and to notice when a client leaves.
     """
 
     def __init__(self, service: Service, request: Request, body: Any, *, streams: bool) -> None:
@@ -171,7 +178,7 @@ class _Reply(Response):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         service = self.service
         try:
-            asked = service.answers.ask(self.request)
+            asked = service.answers.ask(self.request, streams=self.streams)
             async with asked as answer:
                 gone = asyncio.ensure_future(wait_until_gone(receive))
                 gone.add_done_callback(answer.leave)
@@ -227,11 +234,11 @@ class _Reply(Response):
         await write(last + self.body_of.closing(*self._end(answer)), more=False)
 
     def _end(self, answer: Answer) -> tuple[str, Usage]:
-        usage = Usage(len(self.request.prompt), answer.num_tokens)
+        usage = Usage(len(self.request.prompt), answer.num_tokens, answer.num_cached)
         return "length" if answer.finished == "length" else "stop", usage
 
     def _logprobs(self, ids: list[int], values: list[float], top: list[Any]) -> list[Token] | None:
-        """Each token as text with its logprob and the likeliest others, if they were asked for."""
+        """Each token as text with its logprob and the likeliest tokens, if requested."""
         if self.request.logprobs is None:
             return None
         decode = self.service.tokenizer.decode

@@ -1,8 +1,8 @@
-"""What the server sends: the objects and events of OpenAI's API, as plain JSON.
+"""Responses of the server: the objects and events of OpenAI's API, as plain JSON.
 
 Each endpoint has a class that turns the text of an answer into its object (`whole`), or into events
-(`opening`, `piece`, `closing`). An event is written for every few tokens of every client, so that
-all of it but the text is made once.
+(`opening`, `piece`, `closing`). Every client gets an event every few tokens, so everything in it
+but the text is built once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Token(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Tokens of a request; `cached` of the prompt were not read again."""
+    """Token counts of a request; `cached` prompt tokens came from the prefix cache."""
 
     prompt: int
     answer: int
@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
 
 def event(fields: dict[str, Any]) -> str:
-    """An event of a stream.
+    """Format an event of a stream.
 
     Example: `event({"a": 1}) == 'data: {"a": 1}\\n\\n'`
     """
@@ -48,7 +48,7 @@ def event(fields: dict[str, Any]) -> str:
 
 
 class ChatBody:
-    """Of /v1/chat/completions.
+    """Bodies of /v1/chat/completions.
 
     Example: `ChatBody("id", "my-frac").whole("Hello", "stop", Usage(3, 1), None)`
     """
@@ -63,7 +63,7 @@ class ChatBody:
     def whole(
         self, text: str, finish: str, usage: Usage, tokens: Sequence[Token] | None
     ) -> dict[str, Any]:
-        """The object of an answer; `tokens` and their logprobs where they are asked for."""
+        """The object of a whole answer; `tokens` has the logprobs if they were requested."""
         choice = self._choice(text, tokens) | {"finish_reason": finish}
         return self.fields | {"object": self.of_whole, "choices": [choice], "usage": usage.fields()}
 
@@ -94,7 +94,7 @@ class ChatBody:
 
 
 class TextBody(ChatBody):
-    """Of /v1/completions."""
+    """Bodies of /v1/completions."""
 
     kind, of_whole, of_piece = "cmpl", "text_completion", "text_completion"
 
@@ -118,12 +118,12 @@ class TextBody(ChatBody):
 
 
 def _finite(logprob: float) -> float:
-    # JSON has no infinity; OpenAI's servers say this instead.
+    # JSON has no infinity; OpenAI's servers send this value instead.
     return round(max(logprob, -9999.0), 6)
 
 
 def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Log probabilities as chat completions have them."""
+    """Log-probabilities in the format of chat completions."""
 
     def named(text: str, value: float) -> dict[str, Any]:
         return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
@@ -136,7 +136,7 @@ def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Log probabilities as completions have them."""
+    """Log-probabilities in the format of completions."""
     top = [{text: _finite(value) for text, value in token.top} for token in tokens]
     return {
         "tokens": [token.text for token in tokens],
@@ -147,7 +147,7 @@ def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 class ResponseBody:
-    """Of /v1/responses: one message with one text."""
+    """Bodies of /v1/responses: one message with one text."""
 
     def __init__(self, name: str, model: str, *, with_usage: bool = True) -> None:
         self.id, self.message_id = f"resp_{name}", f"msg_{name}"
@@ -171,7 +171,7 @@ class ResponseBody:
     def whole(
         self, text: str, finish: str, usage: Usage, tokens: Sequence[Token] | None
     ) -> dict[str, Any]:
-        """The object of an answer."""
+        """The object of a whole answer."""
         ended = finish != "length"
         return self.fields | {
             "status": "completed" if ended else "incomplete",

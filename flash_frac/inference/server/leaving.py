@@ -1,6 +1,6 @@
-"""Clients that leave: their answers stop at the next token, in transformers' server too.
+"""Stop an answer at the next token when its client leaves, in transformers' server.
 
-It stops streams by itself. An answer that is sent whole would hold up all others to its end.
+That server stops only streams by itself. An answer sent whole would block all others to its end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
-# Set as soon as the client of the request that is being handled has left.
+# Set as soon as the client of the current request has left.
 _gone: ContextVar[threading.Event | None] = ContextVar("gone", default=None)
 
 
 class NoticeLeaving:
-    """An ASGI app around another, which makes known to `stop_when_gone` that a client has left.
+    """ASGI middleware that tells `stop_when_gone` when a client has left.
 
     Example: `app.add_middleware(NoticeLeaving)`
     """
@@ -36,7 +36,7 @@ class NoticeLeaving:
             gone.set()
 
         async def watched() -> Any:
-            """What the app receives; after the request, only that the client has left."""
+            """Receive for the app: after the request, only the client's disconnect."""
             nonlocal watch
             if watch is not None:
                 await asyncio.shield(watch)
@@ -55,13 +55,13 @@ class NoticeLeaving:
 
 
 async def wait_until_gone(receive: Any) -> None:
-    """Return when a client has left, its whole request having been received."""
+    """Wait until a client leaves; its whole request must have been received."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def stop_when_gone(submit: Callable[..., Any]) -> Callable[..., Any]:
-    """`GenerateManager.async_submit` whose `model.generate` ends when the client has left."""
+    """Wrap `GenerateManager.async_submit`: `model.generate` ends when the client has left."""
     import torch
     from transformers import StoppingCriteriaList
 

@@ -1,4 +1,4 @@
-"""Counters of a server, as the text that Prometheus reads."""
+"""Metrics of a server in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-# Upper ends of the buckets, in seconds.
+# Upper bounds of the buckets, in seconds.
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Histogram:
-    """Counts of values up to each of some bounds.
+    """Counts of values up to each bound.
 
     Example: `Histogram("x_seconds", "Time of x.", (0.1, 1)).add(0.5)`
     """
@@ -39,50 +39,54 @@ class Histogram:
 
 
 class Metrics:
-    """What a server counts by itself, beside what the engine knows.
+    """Metrics of the server, with those of its engine.
 
     Example: `Metrics().text(engine)`
     """
 
     def __init__(self) -> None:
         self.first = Histogram(
-            "frac_time_to_first_token_seconds", "From a request to its first token.", FIRST
+            "frac_time_to_first_token_seconds", "Time from a request to its first token.", FIRST
         )
         self.between = Histogram(
-            "frac_time_between_tokens_seconds", "From some tokens of an answer to more.", BETWEEN
+            "frac_time_between_tokens_seconds", "Time between tokens of an answer.", BETWEEN
         )
         self.refused = 0
 
     def tokens(self, answer: Any, now: float) -> None:
-        """One or more tokens of an answer have come."""
+        """Record that one or more tokens of an answer have come."""
         known = self.between if answer.num_tokens else self.first
         known.add(now - answer.last)
         answer.last = now
 
     def text(self, engine: Any) -> str:
-        """All of it, in Prometheus' format."""
+        """All metrics in Prometheus' format."""
         lines = [*self._engine(engine), *self.first.lines(), *self.between.lines()]
         return "\n".join([*lines, ""])
 
     def _engine(self, engine: Any) -> Iterator[str]:
         stats = engine.stats()
         for name, meaning, value in (
-            ("frac_slots", "Requests that fit at once.", stats.slots),
-            ("frac_requests_running", "Requests that are being answered.", stats.running),
-            ("frac_requests_reading", "Requests whose prompt is being read.", stats.reading),
-            ("frac_requests_waiting", "Requests that wait for a slot.", stats.waiting),
+            ("frac_slots", "Maximum concurrent requests.", stats.slots),
+            ("frac_requests_running", "Requests being decoded.", stats.running),
+            ("frac_requests_reading", "Requests in prefill.", stats.reading),
+            ("frac_requests_waiting", "Requests waiting for a slot.", stats.waiting),
             ("frac_slot_bytes", "Bytes of the states of all slots.", stats.nbytes),
             ("frac_healthy", "1 until the engine has failed.", int(engine.failed is None)),
             *_memory(engine),
         ):
             yield from (*_head(name, meaning, "gauge"), f"{name} {value}")
         for name, meaning, value in (
-            ("frac_prompt_tokens_total", "Tokens of prompts that were read.", stats.prompt_tokens),
-            ("frac_generated_tokens_total", "Tokens of answers.", stats.new_tokens),
-            ("frac_requests_refused_total", "Requests that met a full queue.", self.refused),
+            ("frac_prompt_tokens_total", "Prompt tokens read.", stats.prompt_tokens),
+            ("frac_generated_tokens_total", "Tokens generated.", stats.new_tokens),
+            (
+                "frac_requests_refused_total",
+                "Requests rejected because the queue was full.",
+                self.refused,
+            ),
         ):
             yield from (*_head(name, meaning, "counter"), f"{name} {value}")
-        yield from _head("frac_requests_total", "Requests that have ended, by reason.", "counter")
+        yield from _head("frac_requests_total", "Finished requests, by reason.", "counter")
         for reason, number in stats.finished.items():
             yield f'frac_requests_total{{reason="{reason}"}} {number}'
         yield from _prefixes(stats.prefixes)
@@ -98,7 +102,7 @@ def _memory(engine: Any) -> Iterator[tuple[str, str, int]]:
         taken = torch.cuda.memory_allocated(device)
         yield "frac_device_bytes", "Bytes of tensors on the GPU.", taken
         claimed = torch.cuda.memory_reserved(device)
-        yield "frac_device_reserved_bytes", "Bytes that PyTorch holds of the GPU.", claimed
+        yield "frac_device_reserved_bytes", "Bytes that PyTorch reserves on the GPU.", claimed
 
 
 def _prefixes(stats: Any) -> Iterator[str]:

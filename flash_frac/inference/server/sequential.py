@@ -1,11 +1,11 @@
-"""OpenAI's API over HTTP by `transformers serve`, which answers one request after another.
+"""OpenAI's API over HTTP with `transformers serve`, which answers one request after another.
 
-It has what our own server leaves out: quantised weights, calls of tools as fields of an answer.
+It has features that our own server lacks: weights of bitsandbytes, and tool calls as answer fields.
 
-Three of its parts are replaced. Models are loaded by `flash_frac.models.loading`, which refuses
-broken checkpoints. Requests are checked: a client's mistake is answered with a status of 4xx and
-{"error": {"message": ..., "type": "invalid_request_error", "code": 4xx}}. An answer whose client
-has left is not computed to its end.
+Three of its parts are replaced. Models are loaded by `flash_frac.models.loading`, which rejects
+broken checkpoints. Requests are checked: a client's mistake gets status 4xx and
+{"error": {"message": ..., "type": "invalid_request_error", "code": 4xx}}. An answer stops early
+if its client has left.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ import typer
 from flash_frac.extras import require
 from flash_frac.inference.server.leaving import NoticeLeaving, stop_when_gone
 from flash_frac.inference.server.requests import INPUTS, is_callers_mistake, request_problem
-from flash_frac.models.loading import Found, find_checkpoint, find_tokenizer, load_model, one_line
+from flash_frac.models.loading import (
+    Found,
+    find_checkpoint,
+    find_device,
+    find_tokenizer,
+    load_model,
+    one_line,
+)
 
-# What the server's handlers are for.
+# The kind of request that each handler serves.
 _KINDS = {
     "ChatCompletionHandler": "chat",
     "CompletionHandler": "completion",
@@ -39,32 +46,33 @@ _SHARED = {
 
 
 def options_for(given: Mapping[str, Any]) -> list[str]:
-    """Options of `transformers serve` for ours; ValueError names those that it does not have.
+    """Our options as those of `transformers serve`; a ValueError names those it does not have.
 
     Example: `options_for({"port": 9000}) == ["--port", "9000"]`
     """
     unknown = [f"--{name.replace('_', '-')}" for name in given if name not in _SHARED]
     if unknown:
-        raise ValueError(f"--sequential has no engine to set: leave out {', '.join(unknown)}")
+        raise ValueError(f"--sequential has no engine to configure: omit {', '.join(unknown)}")
+    find_device(str(given.get("device", "auto")))
     return [word for name, value in given.items() for word in (_SHARED[name], str(value))]
 
 
 def serve_sequentially(
     checkpoint: str, options: Sequence[str] = (), *, tokenizer: Any = None
 ) -> None:
-    """Answer requests until it is interrupted.
+    """Answer requests until interrupted.
 
     Args:
-        checkpoint: folder or hub id of a model; the only one that is served.
-        options: any of `transformers serve`, such as ["--port", "9000"].
-        tokenizer: instead of the checkpoint's own.
+        checkpoint: folder or hub id of the model to serve.
+        options: options of `transformers serve`, such as ["--port", "9000"].
+        tokenizer: replaces the checkpoint's own.
 
     Example: `serve_sequentially("my-frac", ["--host", "0.0.0.0"])`
     """
     if any(option == "--continuous-batching" for option in options):
         raise ValueError(
-            "--continuous-batching and --sequential exclude each other; without --sequential, "
-            "requests are answered at the same time"
+            "--continuous-batching and --sequential cannot be combined; pass one: without "
+            "--sequential, frac serve always batches requests"
         )
     for module in ("fastapi", "uvicorn", "openai"):
         require(module, "serve", "frac serve --sequential")
@@ -82,7 +90,7 @@ def serve_sequentially(
     generating = utils.GenerateManager
     with (
         patch.object(generating, "async_submit", stop_when_gone(generating.async_submit)),
-        # Serve imports both when it is called.
+        # Patch these modules, because Serve imports from both when it is called.
         patch.object(model_manager, "ModelManager", manager),
         patch.object(server, "build_server", _checked(server.build_server, tokenizer)),
     ):
@@ -90,7 +98,7 @@ def serve_sequentially(
 
 
 def _manager_of(base: type[Any], found: Found, tokenizer: Any) -> type[Any]:
-    """The server's class that holds models, for one checkpoint."""
+    """A subclass of the server's model manager that holds one checkpoint."""
     from fastapi import HTTPException
 
     started = int(time.time())
@@ -110,13 +118,13 @@ def _manager_of(base: type[Any], found: Found, tokenizer: Any) -> type[Any]:
             )
 
         def load_model_streaming(self, model: str, *unused: Any, **options: Any) -> Any:
-            """Another model is refused before the answer begins."""
+            """Reject another model before the answer begins."""
             if model != self.process_model_name(self.force_model):
-                raise HTTPException(400, f"this server has the model {self.force_model} only")
+                raise HTTPException(400, f"this server only has the model {self.force_model}")
             return super().load_model_streaming(model, *unused, **options)
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            """The model that is served, whatever the hub's cache holds."""
+            """List only the served model, whatever the hub's cache holds."""
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
 
     return Manager
@@ -131,7 +139,7 @@ def _checked(build_server: Callable[..., Any], tokenizer: Any) -> Callable[..., 
     def guard(kind: str, handle: Callable[..., Any]) -> Callable[..., Any]:
         async def checked(body: Any, *rest: Any) -> Any:
             if kind == "transcription":
-                raise HTTPException(404, "this server has no model of speech")
+                raise HTTPException(404, "this server has no speech model")
             if kind in INPUTS and (problem := request_problem(kind, body, tokenizer)):
                 raise HTTPException(400, problem)
             try:
@@ -158,7 +166,7 @@ def _checked(build_server: Callable[..., Any], tokenizer: Any) -> Callable[..., 
 
 
 async def _answer(request: Any, error: Any) -> Any:
-    """An error as OpenAI's clients expect it. The server logs those that are not the client's."""
+    """An error as OpenAI's clients expect it. Errors that are not the client's are logged."""
     from fastapi.responses import JSONResponse
 
     if hasattr(error, "errors"):

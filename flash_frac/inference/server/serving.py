@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP for one Frac model: many clients at once on one engine."""
+"""OpenAI's API over HTTP for one Frac model: many concurrent clients on one engine."""
 
 from __future__ import annotations
 
@@ -16,30 +16,39 @@ from flash_frac.inference.engine import Engine
 from flash_frac.inference.generation_settings import settings_of
 from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.server.prompts import DEFAULT_NEW_TOKENS, Defaults
-from flash_frac.models.loading import find_checkpoint, find_tokenizer, load_model
+from flash_frac.models.loading import (
+    find_checkpoint,
+    find_device,
+    find_tokenizer,
+    load_model,
+)
 
 GIB = 2**30
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 _BUDGETS = ("prefix_device_gib", "prefix_host_gib", "prefix_disk_gib")
-# The engine's thread waits this long at most for Python's lock while the event loop is busy; by
-# default 5 ms, which is as long as a step.
+# Maximum seconds that the engine's thread waits for the GIL while the event loop is busy. Python's
+# default, 5 ms, is as long as a step.
 SWITCH_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server runs; docs/serving.md says what each costs.
+    """Options of a server; docs/serving.md gives the cost of each.
 
     Attributes:
-        host, port: where it listens.
-        device: auto, cpu, cuda or cuda:1; auto takes a GPU if there is one.
-        dtype: of the weights, auto for that of the checkpoint.
+        host, port: address to listen on.
+        device: auto, cpu, cuda or cuda:1; auto uses a GPU if there is one.
+        dtype: dtype of the weights; auto keeps that of the checkpoint.
+        quantize: int8 or fp8 for 8-bit weights; None keeps them as they are.
         slots, max_length, piece, max_waiting: as in `Engine`.
-        prefix_device_gib, prefix_host_gib, prefix_disk_gib: budgets of prefix states, as in
-            `PrefixStates`; without any budget there are none.
-        prefix_folder: for those on disk, which the next server finds there.
-        prefix_spacing: tokens between those of a prompt.
-        cors: whether pages of other sites may ask.
-        log_level: of the HTTP server.
+        prefix_device_gib, prefix_host_gib, prefix_disk_gib: budgets of the prefix cache, as in
+            `PrefixStates`; without any budget there is none.
+        prefix_folder: folder of the prefix cache on disk, which the next server reuses.
+        prefix_spacing: tokens between cached states of a prompt.
+        shutdown_timeout: seconds for running requests to finish when the server is told to stop;
+            then they are cancelled.
+        cors: allow requests from pages of other sites.
+        log_level: log level of the HTTP server.
 
     Example: `ServerOptions(port=9000, slots=256)`
     """
@@ -48,6 +57,7 @@ class ServerOptions:
     port: int = 8000
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str | None = None
     slots: int = 64
     max_length: int | None = None
     piece: int = 2048
@@ -57,23 +67,29 @@ class ServerOptions:
     prefix_disk_gib: float = 0.0
     prefix_folder: Path | None = None
     prefix_spacing: int = 512
+    shutdown_timeout: int = 300
     cors: bool = False
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype must be auto or a dtype of torch, got {self.dtype!r}")
-        for name in _BUDGETS:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(
+                f"dtype must be auto or one of {', '.join(DTYPES)}, got {self.dtype!r}; for "
+                "weights of 8 bits use quantize"
+            )
+        for name in (*_BUDGETS, "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
 
 def serve(checkpoint: str, options: ServerOptions | None = None, *, tokenizer: Any = None) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; those under way are answered before it ends.
+    """Answer requests until SIGTERM or Ctrl-C, then finish running requests and stop.
+
+    Requests that run longer than `options.shutdown_timeout` are cancelled.
 
     Args:
-        checkpoint: folder or hub id of a model, NAME@REVISION for one of its revisions.
-        tokenizer: instead of the checkpoint's own.
+        checkpoint: folder or hub id of a model; NAME@REVISION selects a revision.
+        tokenizer: replaces the checkpoint's own.
 
     Example: `serve("my-frac", ServerOptions(host="0.0.0.0", slots=256))`
     """
@@ -84,31 +100,33 @@ def serve(checkpoint: str, options: ServerOptions | None = None, *, tokenizer: A
     options = ServerOptions() if options is None else options
     app = make_app(checkpoint, options, tokenizer=tokenizer)
     sys.setswitchinterval(SWITCH_SECONDS)
-    # uvicorn raises a signal again once it has ended because of it; the default would then make the
-    # process end as if it had been killed.
+    # uvicorn raises the signal again after it has shut down; with the default handler, the process
+    # would end as if it had been killed.
     signal.signal(signal.SIGTERM, lambda *unused: None)
     config = uvicorn.Config(
-        app, host=options.host, port=options.port, log_level=options.log_level.lower()
+        app,
+        host=options.host,
+        port=options.port,
+        log_level=options.log_level.lower(),
+        timeout_graceful_shutdown=options.shutdown_timeout,
     )
     uvicorn.Server(config).run()
 
 
 def make_app(checkpoint: str, options: ServerOptions, *, tokenizer: Any = None) -> Any:
-    """The application of a server, with its engine started.
+    """Build the application of a server, and start its engine.
 
     Example: `make_app("my-frac", ServerOptions(device="cpu"))`
     """
     from flash_frac.inference.server.app import Service, build_app
 
+    device = find_device(options.device)
     name, _, revision = checkpoint.partition("@")
     found = find_checkpoint(name, revision=revision or None)
     if tokenizer is None:
         tokenizer = find_tokenizer(found)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
-    model = load_model(found, dtype=dtype).to(device).eval()
+    model = load_model(found, dtype=dtype, quantize=options.quantize).to(device).eval()
     engine = make_engine(model, tokenizer, options)
     settings = settings_of(model.generation_config)
     defaults = Defaults(
@@ -116,6 +134,7 @@ def make_app(checkpoint: str, options: ServerOptions, *, tokenizer: Any = None) 
         eos_token_ids=settings.eos_token_ids,
         max_new_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS,
         max_length=engine.max_length,
+        stop=settings.stop,
     )
     service = Service(checkpoint, engine, tokenizer, defaults, created=int(time.time()))
     engine.start()
@@ -124,15 +143,16 @@ def make_app(checkpoint: str, options: ServerOptions, *, tokenizer: Any = None) 
         engine.stop()
         if engine.prefixes is not None and options.prefix_folder is not None:
             engine.prefixes.save()
+            engine.prefixes.close()
 
     return build_app(service, cors=options.cors, on_end=end)
 
 
 def make_engine(model: Any, tokenizer: Any, options: ServerOptions) -> Engine:
-    """The engine of a server, not started yet."""
+    """Build the engine of a server, without starting it."""
     device_bytes, host_bytes, disk_bytes = (int(GIB * getattr(options, x)) for x in _BUDGETS)
     prefixes = None
-    if device_bytes or host_bytes or disk_bytes:
+    if device_bytes or host_bytes or disk_bytes or options.prefix_folder is not None:
         prefixes = PrefixStates(
             device_bytes=device_bytes,
             host_bytes=host_bytes,

@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come, without the stop text that ends it."""
+"""The text of a streamed answer, without the stop text that ends it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class _Steps(Protocol):
 
 
 class ShownText:
-    """Takes tokens, any number at a time, and gives the text that a client may see.
+    """Turns tokens, any number at a time, into the text that a client may see.
 
-    A stop text and what follows it are cut off, so that an end that may be the beginning of one is
-    held back until more has come.
+    A stop text and everything after it are cut off. So text that may be the start of one is held
+    back until more tokens come.
 
     Example:
         >>> shown = ShownText(tokenizer, ["User:"])
@@ -30,12 +30,12 @@ class ShownText:
         core = getattr(tokenizer, "backend_tokenizer", None)
         self._steps: _Steps = _AllAgain(self._decode) if core is None else _Quick(core)
         self.ids: list[int] = []
-        # All that was decoded, its end that is not shown yet, and whether a stop text was met.
+        # All decoded text, its end that is held back, and whether a stop text was found.
         self._pieces: list[str] = []
         self._held, self.stopped = "", False
 
     def add(self, ids: Sequence[int]) -> str:
-        """What there is to show now that these tokens have come; which may be nothing."""
+        """The text to show after these tokens, which may be empty."""
         self.ids += ids
         if self.stopped:
             return ""
@@ -43,10 +43,10 @@ class ShownText:
         return "" if piece is None else self._show(piece, hold=True)
 
     def end(self) -> str:
-        """The rest, once all tokens have come."""
+        """The rest of the text, after the last token."""
         if self.stopped:
             return ""
-        # The last bytes may be no letter, which shows only now.
+        # The last bytes may be an incomplete character, which can only be shown now.
         whole, known = self._decode(self.ids), "".join(self._pieces)
         return self._show(whole.removeprefix(known) if whole.startswith(known) else "", hold=False)
 
@@ -63,13 +63,13 @@ class ShownText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Letters at the end of a text that begin the stop text."""
+    """Number of characters at the end of a text that start the stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class _Quick:
-    """By the tokenizer's own stream, which looks at the last few tokens only."""
+    """Uses the tokenizer's own decode stream, which looks only at the last few tokens."""
 
     def __init__(self, core: Any) -> None:
         self._core, self._stream = core, DecodeStream(skip_special_tokens=True)
@@ -79,7 +79,7 @@ class _Quick:
 
 
 class _AllAgain:
-    """For tokenizers in Python: all is decoded again for each piece."""
+    """For tokenizers in Python: decodes everything again for each piece."""
 
     def __init__(self, decode: Any) -> None:
         self._decode, self._ids, self._shown = decode, [], ""
