@@ -1,4 +1,4 @@
-"""What a training run says about its data; fields for `transformers.HfArgumentParser`."""
+"""Data settings of a training run; fields for `transformers.HfArgumentParser`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HELD_OUT = 0.01
-# Fields that only a stream can have.
+# Fields for streams only.
 STREAM_FIELDS = ("shuffle_buffer", "held_out_documents")
+# Fields that are fixed once data is prepared.
+PREPARED_FIELDS = ("held_out", "held_out_files", "held_out_documents", "text_field")
 
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """Where text comes from, and how it becomes sequences of T = `sequence_length` tokens.
+    """The source of the text, and how to turn it into sequences of T = `sequence_length` tokens.
 
-    Nothing is opened or downloaded here: only the settings are checked, among themselves.
+    Nothing is opened or downloaded here; only the settings are checked for consistency.
 
     Example: `DataArguments(data_files=["books"], tokenizer="bytes", sequence_length=4096)`
     """
@@ -24,8 +26,9 @@ class DataArguments:
     data_files: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Files or folders of .txt, .jsonl, .parquet, .fa or .fasta "
-            "(the text ones also with .gz or .zst behind). Either this or dataset_name."
+            "help": "Files or folders of .txt, .jsonl, .parquet, .fa or .fasta (all but .parquet "
+            "also compressed as .gz or .zst). Set exactly one of this, prepared_data and "
+            "dataset_name."
         },
     )
     held_out_files: list[str] | None = field(
@@ -34,8 +37,12 @@ class DataArguments:
             "help": "Files or folders to evaluate on, instead of held_out or held_out_documents."
         },
     )
+    prepared_data: str | None = field(
+        default=None,
+        metadata={"help": "A folder written by `frac data prepare`, instead of data_files."},
+    )
     dataset_name: str | None = field(
-        default=None, metadata={"help": "A dataset of the Hugging Face hub, or a folder of one."}
+        default=None, metadata={"help": "A dataset on the Hugging Face hub, or its local folder."}
     )
     dataset_config: str | None = field(
         default=None, metadata={"help": "The configuration of dataset_name."}
@@ -43,13 +50,13 @@ class DataArguments:
     dataset_split: str = field(default="train", metadata={"help": "The split of dataset_name."})
     streaming: bool = field(
         default=False,
-        metadata={"help": "Read dataset_name while training, without a copy on the disk."},
+        metadata={"help": "Read dataset_name while training, without a copy on disk."},
     )
     shuffle_buffer: int | None = field(
         default=None,
         metadata={
             "help": "Read a stream's shards in random order, and shuffle this many documents at a "
-            "time; by default it is read in the order of its source."
+            "time; by default, keep the order of the source."
         },
     )
     text_field: str = field(
@@ -57,52 +64,52 @@ class DataArguments:
     )
     tokenizer: str = field(
         default="bytes",
-        metadata={"help": "'bytes', 'dna', a folder of a tokenizer, or its hub id."},
+        metadata={"help": "'bytes', 'dna', or the folder or hub id of a tokenizer."},
     )
     add_bos_token: bool | None = field(
         default=None,
         metadata={
-            "help": "Begin each document with the tokenizer's bos token, or with nothing; by "
-            "default as the tokenizer itself begins a text."
+            "help": "Start each document with the tokenizer's bos token (true) or without it "
+            "(false); by default, do as the tokenizer does."
         },
     )
     sequence_length: int = field(
-        default=1024, metadata={"help": "Tokens in one training sequence, T."}
+        default=1024, metadata={"help": "Tokens per training sequence, T."}
     )
     separate_documents: bool = field(
         default=False,
-        metadata={"help": "Reset the memory at each document, instead of letting it flow on."},
+        metadata={"help": "Reset the state at each document instead of carrying it over."},
     )
     held_out: float | None = field(
         default=None,
         metadata={
-            "help": "Share of the documents kept for evaluation, without held_out_files and "
-            f"streaming; by default {HELD_OUT}."
+            "help": "Fraction of the documents held out for evaluation, if there are no "
+            f"held_out_files and no streaming; by default {HELD_OUT}."
         },
     )
     held_out_documents: int | None = field(
         default=None,
         metadata={
-            "help": "Documents at the beginning of a stream that are kept for evaluation; by "
-            "default none."
+            "help": "Hold out the first N documents of a stream for evaluation; by default none."
         },
     )
     cache_dir: str | None = field(
         default=None,
-        metadata={"help": "Folder of the tokens; by default ~/.cache/flash_frac/tokens."},
+        metadata={"help": "Folder for cached tokens; by default ~/.cache/flash_frac/tokens."},
     )
     stateful: bool = field(
         default=False,
         metadata={
-            "help": "Carry the memory from one sequence to the next (truncated back-propagation); "
-            "needs separate_documents."
+            "help": "Carry states from one sequence to the next (truncated back-propagation "
+            "through time); needs separate_documents."
         },
     )
 
     def __post_init__(self) -> None:
         self._check_sources()
         self._check_stream()
-        if self.held_out is None:
+        # Prepared data has its held-out split already.
+        if self.held_out is None and self.prepared_data is None:
             self.held_out = 0.0 if self.streaming else HELD_OUT
         self._check_numbers()
         if not self.text_field:
@@ -111,36 +118,46 @@ class DataArguments:
             raise ValueError("tokenizer must be 'bytes', 'dna', a folder or a hub id, got ''")
         if self.stateful and not self.separate_documents:
             raise ValueError(
-                "stateful needs documents apart: set separate_documents to true, or stateful to "
+                "stateful needs separate documents: set separate_documents to true, or stateful to "
                 "false"
             )
         if self.stateful and self.streaming:
             raise ValueError(
-                "stateful deals whole documents to lanes and cannot be used with streaming: "
+                "stateful assigns whole documents to lanes, so it cannot be used with streaming: "
                 "set one of the two to false"
             )
 
     def _check_sources(self) -> None:
         _check_paths("data_files", self.data_files)
         _check_paths("held_out_files", self.held_out_files)
-        if (self.data_files is None) == (self.dataset_name is None):
+        sources = ("data_files", "prepared_data", "dataset_name")
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1:
             raise ValueError(
-                "exactly one of data_files and dataset_name must be given, "
-                f"got {'neither' if self.data_files is None else 'both'}"
+                "exactly one of data_files, prepared_data and dataset_name must be given, "
+                f"got {' and '.join(given) or 'none'}"
             )
+        for name in PREPARED_FIELDS if self.prepared_data is not None else ():
+            # None and "text" are the defaults.
+            if (value := getattr(self, name)) not in (None, "text"):
+                raise ValueError(
+                    f"{name} is {value!r}, but prepared_data is already split and tokenised: leave "
+                    f"{name} out, or prepare the data again with it"
+                )
         if self.dataset_name is None:
             for name in ("streaming", "dataset_config"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"{name} is for a hub dataset, but data_files was given: leave {name} out, "
+                        f"{name} is for a hub dataset, but {given[0]} was given: leave {name} out, "
                         "or give dataset_name"
                     )
 
     def _check_stream(self) -> None:
         if self.streaming and self.held_out:
             raise ValueError(
-                f"held_out is a share ({self.held_out}), which only a whole stream shows: set "
-                "held_out_documents to keep its first N documents, or name held_out_files"
+                f"held_out ({self.held_out}) is a fraction of the data, whose size is unknown for "
+                "a stream: set held_out_documents to hold out its first N documents, or set "
+                "held_out_files"
             )
         for name in STREAM_FIELDS:
             number = getattr(self, name)
@@ -151,24 +168,24 @@ class DataArguments:
             if number and not self.streaming:
                 raise ValueError(f"{name} is for a stream: set streaming to true, or {name} to 0")
         if self.held_out_documents and self.held_out_files is not None:
-            raise ValueError(
-                "held_out_documents and held_out_files exclude each other: leave one of them out"
-            )
+            raise ValueError("held_out_documents and held_out_files cannot be combined; set one")
 
     def _check_numbers(self) -> None:
-        # A recipe's "1e-2" is text to a YAML reader, and a comparison would fail without a name.
+        # YAML reads "1e-2" as text, and a comparison would fail without naming the field.
         length, share = self.sequence_length, self.held_out
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"sequence_length must be a whole number above 0, got {length!r}")
+        if share is None:
+            return
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise ValueError(
-                f"held_out must be a number in [0, 1), the share of the documents, got {share!r}; "
+                f"held_out must be a fraction of the documents in [0, 1), got {share!r}; "
                 "use 0 for none, and a decimal point (0.01, not 1e-2) in YAML"
             )
 
     @property
     def cache_folder(self) -> Path:
-        """The folder of the token cache: `cache_dir`, or `flash_frac/tokens` in the user's cache.
+        """Folder of the token cache: `cache_dir`, or `flash_frac/tokens` in the user's cache.
 
         Example: `DataArguments(data_files=["a.txt"], cache_dir="tokens").cache_folder`
         """

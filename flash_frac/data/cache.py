@@ -1,18 +1,16 @@
-"""From `DataArguments` to token stores, made once and found again.
+"""A cache of token stores: each `DataArguments` is tokenised only once.
 
-A cache entry is a folder named by a hash of everything that decides on its tokens. It is written
-under another name and renamed when it is complete, so an entry that exists can be read.
+A cache entry is a folder named by a hash of everything that determines its tokens. It is written
+under another name and renamed when complete, so every entry that exists is complete.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,28 +19,39 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from flash_frac.data.arguments import DataArguments
-from flash_frac.data.drafts import collect_drafts, open_draft
+from flash_frac.data.drafts import collect_drafts, open_draft, writing
 from flash_frac.data.encoding import Encoder, mark_held_out
 from flash_frac.data.hub import HubDocuments
+from flash_frac.data.prepared import PreparedData
 from flash_frac.data.sources import find_files, read_documents, suffix_of
-from flash_frac.data.store import FORMAT, StoreWriter, TokenStore
-from flash_frac.files import folder_size, why_unwritten
+from flash_frac.data.store import FORMAT, Store, StoreWriter, TokenStore
 
-# What is done within a second needs no bar.
+# Seconds before a progress bar appears; shorter work needs none.
 BAR_DELAY = 1.0
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The stores to train and to evaluate on; no `held_out` where none was asked for."""
+    """The training store and the held-out store, which is None if nothing is held out."""
 
-    train: TokenStore
-    held_out: TokenStore | None
+    train: Store
+    held_out: Store | None
+
+    @property
+    def content(self) -> str | None:
+        """A hash of the training text and its tokenizer; None for prepared data.
+
+        That of prepared data is `fingerprint_of` its folder.
+        """
+        if not isinstance(self.train, TokenStore):
+            return None
+        meta = self.train.meta
+        return _hash([_contents(meta["sources"]), meta["tokenizer"]])
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Documents that have a name for their content: `facts`, which go into the cache key."""
+    """Documents, and `facts` that identify their content for the cache key."""
 
     facts: list[dict[str, Any]]
     read: Callable[[bool], Iterable[str]]
@@ -55,19 +64,25 @@ def prepare(
     seed: int,
     progress: bool = True,
 ) -> Splits:
-    """Tokenise the data of a run, or find the tokens of an earlier one in the cache.
+    """Tokenise the data of a run, or read its tokens from the cache.
 
     Documents are held out by a hash of (seed, text), see `is_held_out`, unless there are
-    `held_out_files`. The tokenizer is not called where the cache has an entry.
+    `held_out_files`. If the cache has an entry, the tokenizer is not called. `prepared_data` is
+    opened and checked against the tokenizer.
 
     Args:
-        arguments: the run's data; not for `streaming`, see `stream`.
-        tokenizer: fast or slow, with an eos token.
-        seed: of the held-out split.
-        progress: whether to show a bar.
+        arguments: data settings without `streaming`; for a stream, see `stream`.
+        tokenizer: a fast or slow tokenizer with an eos token.
+        seed: random seed of the held-out split.
+        progress: whether to show a progress bar.
 
     Example: `splits = prepare(arguments, load_tokenizer(arguments.tokenizer), seed=0)`
     """
+    if arguments.prepared_data is not None:
+        data = PreparedData(arguments.prepared_data)
+        encoder = Encoder(tokenizer)
+        data.check_tokenizer(arguments.tokenizer, encoder.hash, encoder.beginning)
+        return Splits(data.train, data.held_out)
     if arguments.streaming:
         raise ValueError("streaming: a stream has no store; use flash_frac.data.stream instead")
     maker = _Maker(arguments.cache_folder, Encoder(tokenizer), arguments.text_field, progress)
@@ -81,8 +96,8 @@ def prepare(
     for fact in held_out.facts:
         if any(fact["hash"] == other["hash"] for other in source.facts):
             raise ValueError(
-                f"held_out_files: {fact['name']} has the same content as a file of data_files; "
-                "leave it out of one of them"
+                f"held_out_files: {fact['name']} has the same content as a file in data_files; "
+                "remove it from one of them"
             )
     train = maker.make(source, seed=seed, share=0.0).train
     return Splits(train, maker.make(held_out, seed=seed, share=0.0).train)
@@ -90,8 +105,8 @@ def prepare(
 
 def prepare_held_out(
     arguments: DataArguments, tokenizer: PreTrainedTokenizerBase, *, progress: bool = True
-) -> TokenStore:
-    """The store of `held_out_files` alone.
+) -> Store:
+    """Tokenise `held_out_files` alone.
 
     Example: `prepare_held_out(DataArguments(data_files=["a"], held_out_files=["b"]), tokenizer)`
     """
@@ -104,7 +119,7 @@ def prepare_held_out(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes or finds cache entries for one tokenizer."""
+    """Writes or finds cache entries for one tokenizer."""
 
     cache: Path
     encoder: Encoder
@@ -115,8 +130,7 @@ class _Maker:
         split = {"held_out": share, "seed": seed} if share > 0 else {}
         settings = split | {"tokenizer": self.encoder.hash, "text_field": self.text_field}
         settings["beginning"] = self.encoder.beginning
-        contents = [{k: v for k, v in fact.items() if k != "name"} for fact in source.facts]
-        key = _hash({"format": FORMAT, "contents": contents, **settings})[:32]
+        key = _hash({"format": FORMAT, "contents": _contents(source.facts), **settings})[:32]
         entry = self.cache / key
         collect_drafts(self.cache)
         if not entry.is_dir():
@@ -126,7 +140,7 @@ class _Maker:
             with draft:
                 self._write(draft.folder, source, settings, seed=seed, share=share)
                 with self._writing():
-                    _move(draft.folder, entry)
+                    draft.move(entry)
         return _open(entry, ["train", "held_out"] if share > 0 else ["train"])
 
     def _write(
@@ -150,32 +164,20 @@ class _Maker:
             for writer in writers:
                 writer.abandon()
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            why = str(error)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                # What this run and others have written until now.
-                drafts = sum(map(folder_size, self.cache.glob(".*")))
-                why = why_unwritten(self.cache / "tokens", error, drafts, or_more=True)
-            raise ValueError(
-                f"cache_dir: cannot write tokens to {self.cache} ({why}); make room there or "
-                "make it writable, or set cache_dir to another folder"
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.cache, "cache_dir", "or set cache_dir to another folder")
 
 
 def _open(entry: Path, names: Sequence[str]) -> Splits:
-    """The stores of a cache entry, which are compared with their checksums.
+    """The stores of a cache entry, checked against their checksums.
 
-    That takes less time than hashing the sources, which a run with files has done by then.
+    That takes less time than hashing the sources, which a run on files does before.
     """
     try:
         train, *held_out = [TokenStore(entry / name) for name in names]
     except ValueError as error:
-        # All of it: half an entry is never completed.
-        raise ValueError(f"{error}; delete {entry}, and it will be made again") from error
+        # The whole entry, because a partial one is never completed.
+        raise ValueError(f"{error}; delete {entry} to have it written again") from error
     return Splits(train, held_out[0] if held_out else None)
 
 
@@ -183,27 +185,23 @@ def _check_split(writers: Sequence[StoreWriter], share: float) -> None:
     counts = [writer.num_documents for writer in writers]
     total = sum(counts)
     if total == 0:
-        raise ValueError("the data holds no text; fill it, or name other data")
+        raise ValueError("the data contains no text; add some, or use other data")
     remedy = (
-        "set held_out to 0 to go without, name held_out_files, give more documents (each line of "
-        "a .jsonl file is one, a .txt file is one as a whole), or change held_out or the seed"
+        "set held_out to 0 for no evaluation, set held_out_files, add documents (each line of a "
+        ".jsonl file is one, each .txt file is one), or change held_out or the seed"
     )
     if share > 0 and counts[1] == 0:
-        raise ValueError(f"held_out is {share}, but none of {total} documents fell in it: {remedy}")
+        raise ValueError(f"held_out is {share}, but selects none of {total} documents: {remedy}")
     if counts[0] == 0:
         raise ValueError(
-            f"held_out is {share}, and all of {total} documents fell in it, which leaves none to "
-            f"train on: {remedy}"
+            f"held_out is {share}, and selects all {total} documents, which leaves none to train "
+            f"on: {remedy}"
         )
 
 
-def _move(draft: Path, entry: Path) -> None:
-    try:
-        os.replace(draft, entry)
-    except OSError as error:
-        # Another process was first; its entry has the same name, hence the same content.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+def _contents(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What determines the documents: everything but the names."""
+    return [{k: v for k, v in fact.items() if k != "name"} for fact in facts]
 
 
 def _hash(facts: Any) -> str:
@@ -232,20 +230,30 @@ def _files(paths: Sequence[str], argument: str, text_field: str, progress: bool)
     total = sum(file.stat().st_size for file in files)
 
     def read(progress: bool) -> Iterator[str]:
-        with _bar("tokenising", total, progress) as bar:
+        with byte_bar("tokenising", total, progress) as bar:
             for file in files:
                 yield from read_documents(file, text_field=text_field, progress=bar.update)
 
+    return _Source(file_facts(files, progress=progress), read)
+
+
+def file_facts(files: Sequence[Path], *, progress: bool) -> list[dict[str, Any]]:
+    """Name, suffix and hash of each file; the last two determine its documents.
+
+    Example: `file_facts([Path("books.jsonl")], progress=False)[0]["hash"]`
+    """
     facts = []
-    # Hashing lets other threads run, and disks like to be asked for several files at once.
-    with _bar("hashing", total, progress) as bar, ThreadPoolExecutor(8) as pool:
+    total = sum(file.stat().st_size for file in files)
+    # Hashing releases the GIL, and disks are faster with several requests at once.
+    with byte_bar("hashing", total, progress) as bar, ThreadPoolExecutor(8) as pool:
         for file, digest in zip(files, pool.map(_hash_file, files), strict=True):
             facts.append({"name": str(file), "suffix": suffix_of(file), "hash": digest})
             bar.update(file.stat().st_size)
-    return _Source(facts, read)
+    return facts
 
 
-def _bar(name: str, total: int, progress: bool) -> tqdm:
+def byte_bar(name: str, total: int, progress: bool) -> tqdm:
+    """A progress bar that counts bytes."""
     settings = {"desc": name, "unit": "B", "unit_scale": True, "delay": BAR_DELAY}
     return tqdm(total=total, disable=not progress, **settings)
 

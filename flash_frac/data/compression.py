@@ -1,4 +1,4 @@
-"""Files as bytes: plain, .gz or .zst, with a count of what was read of them."""
+"""Read plain, .gz or .zst files as bytes, and report progress."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flash_frac.extras import require
 
 @contextmanager
 def open_bytes(path: Path, progress: Callable[[int], object]) -> Iterator[IO[bytes]]:
-    """The content of a file, unpacked if its name ends in .gz or .zst.
+    """Open a file for reading; decompress it if its name ends in .gz or .zst.
 
-    `progress` is called with the number of bytes, as they lie on the disk, at each read.
+    `progress` is called at each read with the number of (compressed) bytes read from disk.
 
     Example: `with open_bytes(Path("a.txt.gz"), print) as file: content = file.read()`
     """
@@ -34,7 +34,7 @@ def open_bytes(path: Path, progress: Callable[[int], object]) -> Iterator[IO[byt
 
 
 def broken_errors(path: Path) -> tuple[type[Exception], ...]:
-    """What reading a compressed file raises when the file is not whole.
+    """The exceptions that a truncated or damaged compressed file raises.
 
     Example: `except broken_errors(path) as error: ...`
     """
@@ -44,7 +44,7 @@ def broken_errors(path: Path) -> tuple[type[Exception], ...]:
 
 
 class _CountedFile(io.FileIO):
-    """A file that says how many bytes were read from it."""
+    """A file that reports how many bytes are read from it."""
 
     def __init__(self, path: Path, report: Callable[[int], object]) -> None:
         super().__init__(path)
@@ -62,9 +62,9 @@ class _CountedFile(io.FileIO):
 
 
 class _ZstdFile(io.RawIOBase):
-    """Any number of zstandard frames; EOFError at the end of a file that stops inside one.
+    """Decompresses any number of zstandard frames; raises EOFError if the last one is truncated.
 
-    The reader of the package ends there without a word, and the rest of the text would be missing.
+    The package's own reader stops there silently, and the rest of the text would be missing.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -84,7 +84,7 @@ class _ZstdFile(io.RawIOBase):
                     raise EOFError("it ends inside a frame")
                 return 0
             if self._frame is None:
-                # As large a window as the zstd command writes with --long=31.
+                # The largest window that the zstd command writes (--long=31).
                 reader = _zstandard().ZstdDecompressor(max_window_size=1 << 31)
                 self._frame = reader.decompressobj()
             self._ready = memoryview(self._frame.decompress(self._packed))

@@ -1,24 +1,29 @@
-"""Folders of the token cache that are being written, each locked by the process that writes it.
+"""Drafts: folders of tokens being written, each locked by the process that writes it.
 
-The kernel releases a lock when its process ends, however it ends. A draft that nobody has locked is
-therefore left over, and is deleted by the next run.
+The operating system releases a lock when its process ends, however it ends. So an unlocked draft is
+a leftover, and the next run deletes it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-# .KEY.UUID: hidden, so that no reader looks at it; nothing else in a cache has such a name.
+from flash_frac.files import folder_size, why_unwritten
+
+# .KEY.UUID: hidden from readers, and unlike any other name in a cache.
 _NAME = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}")
 
 
 class Draft:
-    """A new folder that is this process's own; deleted at the end of `with`, unless it was moved.
+    """A new folder locked by this process; `with` deletes it at the end unless it was moved.
 
     Attributes:
         folder: the draft.
@@ -26,6 +31,14 @@ class Draft:
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder, self._lock = folder, lock
+
+    def move(self, target: Path) -> None:
+        """Rename it, unless another process was first: then the target has the same content."""
+        try:
+            os.replace(self.folder, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def __enter__(self) -> Draft:
         return self
@@ -36,11 +49,11 @@ class Draft:
 
 
 def open_draft(cache: Path, key: str) -> Draft:
-    """Make a draft of a cache entry, and lock it.
+    """Create and lock a draft of a cache entry or a shard.
 
     Args:
-        cache: folder of the cache, which must be there.
-        key: name of the entry, 32 hexadecimal digits.
+        cache: folder of the finished ones, which must exist.
+        key: 32 hexadecimal digits for its name.
     """
     while True:
         folder = cache / f".{key}.{uuid.uuid4().hex}"
@@ -48,7 +61,7 @@ def open_draft(cache: Path, key: str) -> Draft:
         try:
             lock = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
-            # Another process has taken it for a leftover before it was locked.
+            # Another process took it for a leftover before it was locked.
             continue
         _lock(lock, fcntl.LOCK_EX)
         if folder.is_dir():
@@ -57,7 +70,7 @@ def open_draft(cache: Path, key: str) -> Draft:
 
 
 def collect_drafts(cache: Path) -> None:
-    """Delete the drafts of processes that are gone."""
+    """Delete the drafts of dead processes."""
     if not cache.is_dir():
         return
     for folder in cache.iterdir():
@@ -65,7 +78,7 @@ def collect_drafts(cache: Path) -> None:
             continue
         try:
             lock = os.open(folder, os.O_RDONLY)
-        # Moved or deleted by now, or not ours to open.
+        # Moved or deleted meanwhile, or not readable for us.
         except OSError:
             continue
         if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -73,8 +86,51 @@ def collect_drafts(cache: Path) -> None:
         os.close(lock)
 
 
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Lock a folder while the block runs; raise ValueError if another process has locked it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ValueError(
+            f"{folder} is being written by another process: wait for it, or stop it"
+        ) from None
+    except OSError:
+        # Without file locks, two processes may repeat each other's work, but do no harm.
+        pass
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def writing(folder: Path, argument: str, remedy: str) -> Iterator[None]:
+    """Turn a write error into a ValueError with the reason and the disk space needed.
+
+    Args:
+        folder: the folder of the drafts.
+        argument: the argument that names the folder.
+        remedy: what to do instead of freeing space.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            # Bytes that this run and others have written so far.
+            drafts = sum(map(folder_size, folder.glob(".*")))
+            why = why_unwritten(folder / "tokens", error, drafts, or_more=True)
+        raise ValueError(
+            f"{argument}: cannot write tokens to {folder} ({why}); free disk space, make it "
+            f"writable, {remedy}"
+        ) from error
+
+
 def _lock(descriptor: int, how: int) -> bool:
-    """Whether the lock was obtained. On a disk without locks, nothing is ever collected."""
+    """Whether the lock was obtained; without file locks it never is, and no draft is deleted."""
     try:
         fcntl.flock(descriptor, how)
     except OSError:

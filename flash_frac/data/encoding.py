@@ -1,4 +1,4 @@
-"""From documents to token ids, a batch at a time, and which of them are held out."""
+"""Encode documents as token ids in batches, and select the held-out ones."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flash_frac.data.tokenizer import (
     vocabulary_size,
 )
 
-# A longer document goes through the tokenizer in pieces: it takes some hundred bytes a token.
+# Longer documents are tokenised in pieces, because tokenizers need some hundred bytes per token.
 PIECE_CHARACTERS = 1 << 18
-# Enough for the tokenizer's threads, in memory that does not grow with the data.
+# Enough to keep the tokenizer's threads busy, in bounded memory.
 BATCH_CHARACTERS = 1 << 22
 
 
 class Encoder:
-    """Documents to ids: each begins as the tokenizer begins a text, and ends with the eos token.
+    """Encodes documents as ids: each starts as the tokenizer starts a text, and ends with eos.
 
     Special tokens are never read from the text: a literal "<eos>" is encoded as its letters.
-    The built-in tokenizers take a table lookup on the UTF-8 bytes, with the same result. Through
-    any other, a document of more than 262,144 characters is cut (behind a line end if there is
-    one), where a tokenizer that looks across lines may choose other tokens.
+    The built-in tokenizers use a table lookup on the UTF-8 bytes, with the same result. For any
+    other, a document of more than 262,144 characters is cut (after a line end if there is one);
+    there, a tokenizer that looks across lines may choose other tokens.
 
     Example: `Encoder(byte_tokenizer()).encode(["hi"])` is one array, [107, 108].
     """
@@ -41,7 +41,7 @@ class Encoder:
         eos = tokenizer.eos_token_id
         if not isinstance(eos, int):
             raise ValueError(
-                "tokenizer has no eos token, which must end each document: set "
+                "tokenizer has no eos token, which is needed to end each document: set "
                 "tokenizer.eos_token to one of its tokens"
             )
         self.tokenizer = tokenizer
@@ -53,7 +53,7 @@ class Encoder:
         self._table = _tables().get(self.hash)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text alone; arrays of the dtype that holds the vocabulary."""
+        """The ids of each text without special tokens, in the smallest dtype for the vocabulary."""
         if self._table is not None:
             return [_look_up(self._table, text) for text in texts]
         ids = self.tokenizer(
@@ -69,15 +69,15 @@ class Encoder:
     def encode_documents(
         self, documents: Iterable[tuple[bool, str]], *, batch_characters: int = BATCH_CHARACTERS
     ) -> Iterator[tuple[bool, np.ndarray, bool]]:
-        """Encode documents as they come, in order, in bounded memory.
+        """Encode a stream of documents in order, in bounded memory.
 
         Args:
-            documents: pairs of a mark, handed through, and a text; see `mark_held_out`.
-            batch_characters: how much text is gathered for one call of the tokenizer.
+            documents: pairs of a mark, which is passed through, and a text; see `mark_held_out`.
+            batch_characters: how much text to collect for one call of the tokenizer.
 
         Returns:
-            triples (mark, ids, ends): a long document comes in several, the first of which has
-            what a text begins with; the last ends with eos and has `ends` True.
+            triples (mark, ids, ends): a long document yields several; the first has the special
+            tokens that start a text, the last ends with eos and has `ends` True.
         """
         pieces: list[str] = []
         facts: list[tuple[bool, bool, bool]] = []
@@ -102,10 +102,10 @@ class Encoder:
 
 
 def is_held_out(text: str, *, seed: int, share: float) -> bool:
-    """Whether a document is kept for evaluation: hash(seed, text) / 2^64 < share.
+    """Whether a document is held out for evaluation: hash(seed, text) / 2^64 < share.
 
-    It depends on nothing but the text and the seed, so more documents, or another order of them,
-    leave the others where they are; equal documents stay together.
+    This depends only on the text and the seed. Adding or reordering documents does not move the
+    others, and equal documents stay together.
 
     Example: `is_held_out("some text", seed=0, share=0.0)` is False for every text.
     """
@@ -115,10 +115,18 @@ def is_held_out(text: str, *, seed: int, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2.0**64
 
 
+def digest_of(text: str) -> bytes:
+    """A 16-byte digest of a text, to find duplicates.
+
+    Example: `digest_of("a") == digest_of("a") != digest_of("b")`
+    """
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 def mark_held_out(
     documents: Iterable[str], *, seed: int, share: float
 ) -> Iterator[tuple[bool, str]]:
-    """Each document with whether it is held out.
+    """Yield each document with whether it is held out.
 
     Example: `[text for held, text in mark_held_out(texts, seed=0, share=0.1) if not held]`
     """
@@ -133,7 +141,7 @@ def _cut(text: str) -> Iterator[tuple[str, bool]]:
         stop = start + PIECE_CHARACTERS
         line_end = text.rfind("\n", start + PIECE_CHARACTERS // 2, stop)
         space = text.rfind(" ", start + PIECE_CHARACTERS // 2, stop)
-        # Many tokenizers keep a space with the word behind it.
+        # Many tokenizers join a space to the word after it.
         stop = line_end + 1 if line_end >= 0 else space if space >= 0 else stop
         yield text[start:stop], False
         start = stop
@@ -142,7 +150,7 @@ def _cut(text: str) -> Iterator[tuple[str, bool]]:
 
 def _look_up(table: np.ndarray, text: str) -> np.ndarray:
     ids = table[np.frombuffer(text.encode(), np.uint8)]
-    # Only the table of DNA has holes: a letter of several bytes is one unknown letter.
+    # Only the DNA table skips bytes: a character of several bytes is one unknown letter.
     if table[0x80] == _SKIP and not text.isascii():
         ids = ids[ids != _SKIP]
     return ids
@@ -153,11 +161,11 @@ _SKIP = np.iinfo(np.uint16).max
 
 @cache
 def _tables() -> dict[str, np.ndarray]:
-    """The id of each byte (256,), for the tokenizers that are no more than that, by their hash."""
+    """Lookup tables (256,) from bytes to ids, by the hash of their tokenizer."""
     dna = np.full(256, DNA_SPECIAL.index("[UNK]"), "<u2")
     for i, letter in enumerate(DNA_LETTERS):
         dna[[ord(letter), ord(letter.lower())]] = len(DNA_SPECIAL) + i
-    # The bytes behind the first of a letter.
+    # UTF-8 continuation bytes.
     dna[0x80:0xC0] = _SKIP
     plain = np.arange(FIRST_BYTE, FIRST_BYTE + 256).astype("<u2")
     return {tokenizer_hash(byte_tokenizer()): plain, tokenizer_hash(dna_tokenizer()): dna}

@@ -1,4 +1,4 @@
-"""Documents of a dataset on the Hugging Face hub, or of a folder that `load_dataset` can read."""
+"""Documents of a Hugging Face hub dataset, or of a folder that `load_dataset` can read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BATCH_ROWS = 256
 
 
 class Position(TypedDict):
-    """Where a stream of documents was, as JSON can hold it.
+    """The position in a stream of documents, as JSON values.
 
-    `state` is that of the dataset before a batch of rows, None at the beginning of pass `epoch`;
+    `state` is the state of the dataset before a batch of rows, None at the start of pass `epoch`.
     `row` rows of the pass came before the batch, and `skip` rows of the batch were read.
     """
 
@@ -28,19 +28,19 @@ class Position(TypedDict):
 
 
 def beginning_of(epoch: int) -> Position:
-    """Where a pass over a stream begins; the first is pass 0."""
+    """The start of a pass over a stream; the first is pass 0."""
     return {"epoch": epoch, "state": None, "row": 0, "skip": 0}
 
 
 class HubDocuments:
-    """The texts of a dataset, in its order; can be iterated over again and again.
+    """The texts of a dataset in order; can be iterated over repeatedly.
 
     Args:
         name: hub id, or a folder.
         config: configuration of the dataset, if it has several.
-        split: split, as `load_dataset` understands it ("train", "train[:10%]").
-        streaming: read while iterating, without a copy on the disk.
-        text_field: the column of the text.
+        split: a split in the syntax of `load_dataset` ("train", "train[:10%]").
+        streaming: read while iterating, without a copy on disk.
+        text_field: the column with the text.
 
     Example: `for text in HubDocuments("user/books", split="train", streaming=True): ...`
     """
@@ -55,10 +55,11 @@ class HubDocuments:
         text_field: str = "text",
     ) -> None:
         self.name = name
+        self._config = config
         self.text_field = text_field
         self.streaming = streaming
         self._dataset = _load(name, config, split, streaming)
-        # A stream may not know its columns; then they are checked at its first row.
+        # A stream may not know its columns before its first row, which is checked then.
         self._check_column(self._dataset.column_names)
         self.num_rows: int | None = None if streaming else self._dataset.num_rows
         self._fingerprint: str | None = None if streaming else self._dataset._fingerprint
@@ -66,7 +67,7 @@ class HubDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """A name for exactly these rows, for the cache of tokens; a stream has none."""
+        """A hash of exactly these rows, for the token cache; a stream has none."""
         if self._fingerprint is None:
             raise ValueError(
                 f"dataset_name {self.name!r}: a stream cannot be cached; set streaming to false"
@@ -74,15 +75,28 @@ class HubDocuments:
         return self._fingerprint
 
     @property
+    def version(self) -> str:
+        """A hash that changes with the files of a stream, without reading them.
+
+        It depends on their commit on the hub, or on their modification times in a folder.
+        """
+        datasets = require("datasets", "train", "dataset_name")
+        return datasets.load_dataset_builder(self.name, self._config).hash
+
+    @property
     def num_shards(self) -> int:
-        """The files of a stream, or what else it can be divided into without being read."""
+        """Number of shards that a stream can be divided into without reading it: its files."""
         return self._dataset.num_shards
 
-    def shuffled(self, seed: int, buffer: int) -> HubDocuments:
-        """A stream with its shards in random order, and so the documents in every `buffer`.
+    def has_shards_for(self, parts: int) -> bool:
+        """Whether `read` gives each of `parts` whole shards; otherwise it gives them rows."""
+        return parts <= self.num_shards
 
-        Each pass has another order. The buffer of `datasets` is lost when a run is interrupted;
-        these documents come in the same order from any position.
+    def shuffled(self, seed: int, buffer: int) -> HubDocuments:
+        """A stream with shuffled shards, and documents shuffled within each `buffer`.
+
+        Each pass has another order. The shuffle buffer of `datasets` is lost when a run is
+        interrupted; this order is the same from any position.
 
         Example: `HubDocuments("user/books", streaming=True).shuffled(seed=0, buffer=10_000)`
         """
@@ -98,24 +112,30 @@ class HubDocuments:
     def read(
         self, position: Position | None = None, *, part: int = 0, parts: int = 1
     ) -> Iterator[tuple[Position, str]]:
-        """The texts of one of `parts` of a stream, each with the position behind it.
+        """The texts of one of `parts` of a stream, each with the position after it.
 
-        No document is in two parts. They are divided by shards if that comes out even; if not,
-        part k takes the rows k, k + parts, ... and reads all others.
+        No document is in two parts. Part k of n takes the shards k, k + n, ...; if there are more
+        parts than shards, it takes the rows k, k + n, ..., and has to read all others.
 
         Args:
-            position: where to read on to the end of its pass, from an earlier read of this part.
+            position: resume here, up to the end of the pass; from an earlier read of this part.
 
         Example: `next(documents.read(position, part=3, parts=16))`
         """
         distributed = require("datasets.distributed", "train", "dataset_name")
-        dataset = distributed.split_dataset_by_node(self._dataset, part, parts)
+        by_shards = self.has_shards_for(parts)
+        share = (0, 1) if by_shards else (part, parts)
+        dataset = distributed.split_dataset_by_node(self._dataset, *share)
         position = position or beginning_of(0)
         if self._shuffle is not None:
-            # Of the shards alone: `dataset.shuffle` goes row by row, over ten times slower.
+            # Shuffles the shards only: `dataset.shuffle` reads row by row, over ten times slower.
             order = np.random.default_rng([self._shuffle[0], position["epoch"]])
             dataset._ex_iterable = dataset._ex_iterable.shuffle_data_sources(order)
-        # A deep copy: a dataset with a state begins there every time, and copies share it.
+        if by_shards:
+            # Before version 5, `datasets` divides only a multiple of `parts` by shards.
+            sources = dataset._ex_iterable
+            dataset._ex_iterable = sources.shard_data_sources(parts, part, contiguous=False)
+        # A dataset with a state always starts there, and shallow copies share the state.
         dataset = copy.deepcopy(dataset)
         if position["state"] is not None:
             dataset.load_state_dict(position["state"])
@@ -127,7 +147,7 @@ class HubDocuments:
     ) -> Iterator[tuple[Position, str]]:
         epoch, state = position["epoch"], position["state"]
         row, skip = position["row"], position["skip"]
-        # By batches, which are never divided among dataloader workers, as rows would be.
+        # In batches, because `datasets` would divide rows between dataloader workers.
         for batch in dataset.iter(batch_size=self._shuffle[1] if self._shuffle else BATCH_ROWS):
             self._check_column(list(batch))
             values = batch[self.text_field]
@@ -142,7 +162,7 @@ class HubDocuments:
             state = dataset.state_dict() if self.streaming else None
 
     def _order(self, size: int, epoch: int, part: int, row: int) -> Any:
-        """The order of a batch, which depends on nothing that came before it."""
+        """The order of the rows in a batch, independent of earlier batches."""
         if self._shuffle is None:
             return range(size)
         return np.random.default_rng([self._shuffle[0], epoch, part, row]).permutation(size)
@@ -150,8 +170,8 @@ class HubDocuments:
     def _check_column(self, names: list[str] | None) -> None:
         if names is not None and self.text_field not in names:
             raise ValueError(
-                f"dataset_name {self.name!r} has no column {self.text_field!r} "
-                f"(there: {', '.join(names)}); set text_field to the one with the text"
+                f"dataset_name {self.name!r} has no column {self.text_field!r}, only "
+                f"{', '.join(names)}; set text_field to the one with the text"
             )
 
 
@@ -163,6 +183,6 @@ def _load(name: str, config: str | None, split: str, streaming: bool) -> Any:
     except failures as error:
         raise ValueError(
             f"dataset_name {name!r} (dataset_config {config!r}, dataset_split {split!r}) cannot be "
-            "loaded: check the three, the network, and for a private one the login. "
-            f"The reader said: {error}"
+            "loaded: check these three, the network, and your login if it is private. "
+            f"The error was: {error}"
         ) from error

@@ -1,15 +1,15 @@
-"""Equal sequences over a token store, and batches of them.
+"""Sequences of equal length from a token store, and batches of them.
 
 An item of T tokens is a dict of
 - `input_ids`: (T,) int64;
-- `shift_labels`: (T,) int64, the next token of the stream, -100 where there is none;
-- `document_starts`: (n,) int64, the offsets in [0, T) where a document begins;
-- `ends_document`: bool, whether the token behind the item begins a document;
-- `tokens_before`, of `LaneDataset`: how many tokens of the item's first document came before it.
+- `shift_labels`: (T,) int64, the next token of the store, -100 where there is none;
+- `document_starts`: (n,) int64, the offsets in [0, T) where a document starts;
+- `ends_document`: bool, whether the token after the item starts a document;
+- `tokens_before`, in `LaneDataset`: tokens of the item's first document before the item.
 
-In a flowing batch documents are joined by nothing but the eos token, and memory flows across. In a
-separate one all rows lie in one of b T tokens, and `cu_seqlens` (N + 1,) int32 gives the boundaries
-of sequences that know nothing of each other. Letters: b rows, T tokens in each, N sequences.
+In a flowing batch only an eos token is between documents, and states carry over from one to the
+next. In a separate batch all rows are packed into one of b T tokens, and `cu_seqlens` (N + 1,)
+int32 gives the boundaries of independent sequences. Letters: b rows, T tokens each, N sequences.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from flash_frac.data.store import TokenStore
+from flash_frac.data.store import Store
 
 IGNORED = -100
 Item = dict[str, Any]
-# In place of each item that a resumed run was trained on: it is skipped, and need not be read.
+# Stands for an item that a resumed run skips: it need not be read.
 SKIPPED: Item = {}
 
 
 def make_item(tokens: np.ndarray, starts: np.ndarray, *, sequence_length: int) -> Item:
-    """One item from up to T + 1 tokens; a shorter one is filled with its last token, unlabelled.
+    """One item from up to T + 1 tokens; a shorter one is padded with its last token, unlabelled.
 
     Args:
-        tokens: (n,) int64, n <= T + 1; the last is only a label if n = T + 1.
-        starts: (m,) int64, ascending offsets in [0, T] where a document begins.
+        tokens: (n,) int64, n <= T + 1; if n = T + 1, the last is only a label.
+        starts: (m,) int64, ascending offsets in [0, T] where a document starts.
 
     Example: `make_item(np.arange(5), np.array([0]), sequence_length=4)["shift_labels"]`
     """
@@ -56,18 +56,17 @@ def make_item(tokens: np.ndarray, starts: np.ndarray, *, sequence_length: int) -
 
 
 class PackedDataset(Dataset[Item]):
-    """Item i is tokens [i T, i T + T) of the store; see the module for its keys.
+    """Item i is tokens [i T, i T + T) of the store; the module docstring describes its keys.
 
     Args:
         store: the tokens.
         sequence_length: T.
-        keep_tail: whether to keep what is left at the end, filled up without labels; else it is
-            dropped.
+        keep_tail: whether to keep an incomplete last item, padded without labels, or drop it.
 
     Example: `PackedDataset(splits.train, 1024)[0]["input_ids"]` has shape (1024,)
     """
 
-    def __init__(self, store: TokenStore, sequence_length: int, *, keep_tail: bool = False) -> None:
+    def __init__(self, store: Store, sequence_length: int, *, keep_tail: bool = False) -> None:
         check_length(sequence_length)
         self.store = store
         self.sequence_length = sequence_length
@@ -76,7 +75,7 @@ class PackedDataset(Dataset[Item]):
         if self._length == 0:
             raise ValueError(
                 f"sequence_length is {sequence_length}, but {store.folder} holds only "
-                f"{store.num_tokens} tokens: shorten sequence_length, or give more data"
+                f"{store.num_tokens} tokens: lower sequence_length, or add more data"
             )
 
     def __len__(self) -> int:
@@ -86,7 +85,7 @@ class PackedDataset(Dataset[Item]):
         index = _check_index(index, len(self))
         start = index * self.sequence_length
         stop = min(start + self.sequence_length + 1, self.store.num_tokens)
-        # The end of everything, last among the starts, is never below `stop`.
+        # The last entry of `starts` is the end of the store, which is never below `stop`.
         low, high = np.searchsorted(self.store.starts, [start, stop])
         starts = np.asarray(self.store.starts[low:high]) - start
         tokens = self.store.tokens(start, stop)
@@ -94,30 +93,30 @@ class PackedDataset(Dataset[Item]):
 
 
 class LaneDataset(Dataset[Item]):
-    """Whole documents dealt to `lanes` streams, for truncated back-propagation.
+    """Whole documents assigned to `lanes` streams, for truncated back-propagation.
 
     The documents, shuffled by the seed, go one by one to the lane that is shortest so far (the
     first of equals), and all lanes are cut to the same number of segments of T tokens. Item k is
     segment k // lanes of lane k % lanes: read in order, in batches of `lanes`, row b of each batch
-    continues row b of the one before. An index of documents is kept, the tokens stay on the disk.
+    continues row b of the one before. Only an index of documents is in memory, not the tokens.
 
     Args:
         store: the tokens.
         sequence_length: T.
-        lanes: how many; the batch size of all processes together.
-        seed: of the shuffle.
+        lanes: number of lanes: the batch size of all processes together.
+        seed: random seed of the shuffle.
 
     Example: `DataLoader(LaneDataset(store, 1024, 8, seed=0), batch_size=8, shuffle=False)`
     """
 
-    def __init__(self, store: TokenStore, sequence_length: int, lanes: int, *, seed: int) -> None:
+    def __init__(self, store: Store, sequence_length: int, lanes: int, *, seed: int) -> None:
         check_length(sequence_length)
         if lanes < 1:
             raise ValueError(f"lanes must be at least 1, got {lanes}")
         if store.num_documents < lanes:
             raise ValueError(
                 f"lanes is {lanes}, but {store.folder} holds only {store.num_documents} documents: "
-                "use a smaller batch, or give more documents"
+                "use a smaller batch, or add more documents"
             )
         self.store = store
         self.sequence_length = sequence_length
@@ -128,13 +127,12 @@ class LaneDataset(Dataset[Item]):
         if self.num_segments == 0:
             raise ValueError(
                 f"sequence_length is {sequence_length}, but the shortest of {lanes} lanes has only "
-                f"{shortest} tokens: shorten sequence_length, use a smaller batch, or give more "
-                "data"
+                f"{shortest} tokens: lower sequence_length, use a smaller batch, or add more data"
             )
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens at the ends of the lanes that no item holds."""
+        """Tokens at the ends of the lanes that are in no item."""
         return self.store.num_tokens - len(self) * self.sequence_length
 
     def __len__(self) -> int:
@@ -154,7 +152,7 @@ class LaneDataset(Dataset[Item]):
             end = int(ends[number])
             if begin >= start:
                 starts.append(begin - start)
-            # Where the lane's position 0 would lie in the store, if this document led there.
+            # Offset from positions in the lane to positions in the store, for this document.
             origin = int(self.store.starts[documents[number]]) - begin
             pieces.append(self.store.tokens(origin + max(begin, start), origin + min(end, stop)))
             begin, number = end, number + 1
@@ -165,7 +163,7 @@ class LaneDataset(Dataset[Item]):
 
 
 def _deal(lengths: np.ndarray, lanes: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The documents of each lane, in order, and where in the lane each of them ends."""
+    """The documents of each lane in order, and the positions in the lane where they end."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     hands: list[list[int]] = [[] for _ in range(lanes)]
     heap = [(0, lane) for lane in range(lanes)]
@@ -178,7 +176,7 @@ def _deal(lengths: np.ndarray, lanes: int, seed: int) -> tuple[list[np.ndarray],
 
 
 def check_length(sequence_length: int) -> None:
-    """ValueError unless a sequence has at least one token."""
+    """Raise ValueError unless a sequence has at least one token."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
 
@@ -190,24 +188,24 @@ def _check_index(index: int, length: int) -> int:
 
 
 class Collator:
-    """Makes a batch of b items, all of it torch tensors.
+    """Collates b items into a batch of torch tensors.
 
     - flowing: `input_ids`, `shift_labels`, `labels`, each (b, T);
     - separate: each (1, b T), and `cu_seqlens` with a boundary at every row and document, none
-      empty; what would predict the first token of another document is -100;
-    - separate with `lanes`: the first sequence of each row continues what came before. A document
-      that begins with the row therefore leaves an empty sequence there: a value twice in
-      `cu_seqlens`. `first_sequence` (b,) int64 gives the number of each row's first sequence.
+      empty; a label that is the first token of another document becomes -100;
+    - separate with `lanes`: the first sequence of each row continues the previous batch. If a
+      document starts with the row, that sequence is empty: `cu_seqlens` repeats a value.
+      `first_sequence` (b,) int64 gives the index of each row's first sequence.
 
-    `labels` equals `shift_labels`: they are shifted already. The `bookmark` of the last item, if
-    it comes from a stream, is handed on. A batch of `SKIPPED` items is empty.
+    `labels` equals `shift_labels`: both are shifted already. If the last item comes from a stream,
+    its `bookmark` is passed on. A batch of `SKIPPED` items is empty.
 
     Args:
-        separate: whether documents are kept apart.
+        separate: whether documents are independent of each other.
         lanes: whether rows continue those of the batch before (`LaneDataset`).
-        shard: (r, n): only the r-th of n equal slices of every row, for context parallelism.
-            Separate, b must be 1, and for r > 0 the first sequence continues from the slice
-            before, with an empty one as above.
+        shard: (r, n) takes only the r-th of n equal slices of every row, for context parallelism.
+            With separate documents b must be 1, and for r > 0 the first sequence continues the
+            slice before, and may be empty as above.
 
     Example: `DataLoader(PackedDataset(store, 1024), batch_size=8, collate_fn=Collator(True))`
     """
@@ -222,8 +220,8 @@ class Collator:
             raise ValueError("lanes needs separate: set separate (separate_documents) to True")
         if lanes and count > 1:
             raise ValueError(
-                f"lanes cannot be combined with shard {tuple(shard)}: carry memory from batch to "
-                "batch, or divide each row, but not both"
+                f"lanes cannot be combined with shard {tuple(shard)}: carry states between batches "
+                "or divide each row, but not both"
             )
         self.separate = separate
         self.lanes = lanes
@@ -238,7 +236,8 @@ class Collator:
         starts = [_tensor(item["document_starts"]) for item in items]
         if self.separate:
             for row, item, offsets in zip(labels, items, starts, strict=True):
-                # The token before a document's first; the one before this row is in another row.
+                # A document's first token is the label of the token before it; at offset 0, that
+                # token is in another row.
                 row[offsets[offsets > 0] - 1] = IGNORED
                 if item["ends_document"]:
                     row[-1] = IGNORED

@@ -1,10 +1,10 @@
-"""The token store: a folder of flat tokens that is read from the disk as it is needed.
+"""The token store: a folder with one flat, memory-mapped array of tokens.
 
-- `tokens.bin`: little-endian uint16, or uint32 where the vocabulary needs it; every document
+- `tokens.bin`: little-endian uint16, or uint32 if the vocabulary needs it; each document is
   followed by the eos token, and nothing else.
-- `documents.npy`: int64, where each document starts, and at last where all end.
-- `meta.json`: counts, the tokenizer's hash, the sources, the version of the format.
-- `manifest.json`: sizes and checksums of the others.
+- `documents.npy`: int64, where each document starts, and finally where the last one ends.
+- `meta.json`: counts, the tokenizer's hash, the sources, the format version.
+- `manifest.json`: sizes and checksums of the other files.
 """
 
 from __future__ import annotations
@@ -16,30 +16,43 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from flash_frac.files import read_object
 from flash_frac.manifest import check_manifest, write_manifest
 
-# 2: with a manifest.
+# Format 2 added the manifest.
 FORMAT = 2
-# What an encoder writes; numpy reads many more, some of which are pointers.
+# The dtypes that an encoder writes; numpy would accept others, and some hold pointers.
 DTYPES = ("<u2", "<u4")
+
+
+class Store(Protocol):
+    """The interface that datasets read: the tokens of all documents in a row; see `TokenStore`."""
+
+    folder: Path
+    num_tokens: int
+    num_documents: int
+    starts: np.ndarray
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """A copy of tokens [start, stop) as (stop - start,) int64."""
+        ...
 
 
 class TokenStore:
     """A finished store, opened for reading.
 
     Args:
-        folder: what a `StoreWriter` has written.
-        check: compare the files with their checksums, for which all of them are read.
+        folder: a folder written by `StoreWriter`.
+        check: read all files and compare them with their checksums.
 
     Attributes:
-        num_tokens, num_documents: counts; eos tokens are counted.
+        num_tokens, num_documents: counts, including eos tokens.
         starts: (num_documents + 1,) int64, the start of each document, then `num_tokens`.
-        meta: what `meta.json` says.
+        meta: the content of `meta.json`.
 
     Example: `store = TokenStore("tokens/train"); ids = store.tokens(0, 1024)`
     """
@@ -61,7 +74,7 @@ class TokenStore:
             )
             self._check_boundaries()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.folder} is no whole token store: {error}") from error
+            raise ValueError(f"{self.folder} is not a complete token store: {error}") from error
 
     def _check_meta(self) -> None:
         path = self.folder / "meta.json"
@@ -71,10 +84,10 @@ class TokenStore:
                 raise ValueError(f"{path} has {name} {value!r}, this version reads {values}")
         for name in ("num_tokens", "num_documents"):
             if type(self.meta.get(name)) is not int:
-                raise ValueError(f"{path} has no whole number {name}")
+                raise ValueError(f"{path} needs a whole number as {name}")
 
     def _check_boundaries(self) -> None:
-        """A disk that was full, or a copy that stopped, must not look like shorter data."""
+        """Check the counts: data truncated by a full disk or a partial copy must be refused."""
         starts = self.starts
         if starts.dtype != np.int64 or starts.shape != (self.num_documents + 1,):
             raise ValueError(
@@ -87,16 +100,12 @@ class TokenStore:
             )
         if starts[0] != 0 or starts[-1] != self.num_tokens or (np.diff(starts) <= 0).any():
             raise ValueError(
-                f"the starts in documents.npy do not rise from 0 to {self.num_tokens}, the end"
+                f"the starts in documents.npy do not increase from 0 to {self.num_tokens}"
             )
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """A copy of tokens [start, stop) as (stop - start,) int64; both must be in the store."""
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(
-                f"start and stop must satisfy 0 <= start <= stop <= {self.num_tokens}, "
-                f"got {start} and {stop}"
-            )
+        check_range(start, stop, self.num_tokens)
         return self._tokens[start:stop].astype(np.int64)
 
     def __repr__(self) -> str:
@@ -106,13 +115,13 @@ class TokenStore:
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Path]]:
-        # A spawned dataloader worker opens the files itself; the tokens would be copied otherwise.
-        # They have been checked.
+        # Spawned dataloader workers open the files themselves, because pickling would copy the
+        # tokens. The files have been checked already.
         return partial(TokenStore, check=False), (self.folder,)
 
 
 class StoreWriter:
-    """Writes a store piece by piece; it can be opened once `close` has returned.
+    """Writes a store in pieces; it can be opened once `close` has returned.
 
     Example: `writer = StoreWriter("new", np.dtype("<u2")); writer.write(ids, ends=True);
     writer.close({})`
@@ -128,18 +137,18 @@ class StoreWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents that were ended so far."""
+        """Number of complete documents so far."""
         return len(self._starts) - 1
 
     def write(self, ids: np.ndarray, *, ends: bool) -> None:
-        """Append ids (n,); `ends` says that a document ends with them."""
+        """Append ids (n,); `ends` says whether they end a document."""
         self._file.write(np.ascontiguousarray(ids, self.dtype).data)
         self.num_tokens += len(ids)
         if ends:
             self._starts.append(self.num_tokens)
 
     def close(self, meta: Mapping[str, Any]) -> None:
-        """Write the index, `meta` with the counts, and the manifest, all of it onto the disk."""
+        """Write the index, `meta` with the counts, and the manifest; sync all files to disk."""
         _sync(self._file)
         with open(self.folder / "documents.npy", "wb") as file:
             np.save(file, np.frombuffer(self._starts, np.int64))
@@ -156,10 +165,19 @@ class StoreWriter:
         write_manifest(self.folder)
 
     def abandon(self) -> None:
-        """Let go of the file; what was written is of no use."""
-        # Flushing to a full disk fails once more, and there is nothing to save.
+        """Close the file of a store that is not needed."""
+        # Flushing to a full disk fails again, and there is nothing to save.
         with suppress(OSError):
             self._file.close()
+
+
+def check_range(start: int, stop: int, num_tokens: int) -> None:
+    """Raise ValueError unless tokens [start, stop) are in a store."""
+    if not 0 <= start <= stop <= num_tokens:
+        raise ValueError(
+            f"start and stop must satisfy 0 <= start <= stop <= {num_tokens}, "
+            f"got {start} and {stop}"
+        )
 
 
 def _sync(file: Any) -> None:

@@ -1,12 +1,11 @@
-"""Sequences from a stream of documents, tokenised while they are read, without a store.
+"""Training sequences from a stream of documents, tokenised on the fly without a store.
 
 Documents are divided among readers: with n ranks and m dataloader workers each, worker w of rank r
-is reader r m + w of n m. Each one tokenises its own documents only, and packs them by themselves.
+is reader r m + w of n m. Each reader tokenises and packs only its own documents.
 """
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,24 +20,25 @@ from transformers.utils import logging
 
 from flash_frac.data.arguments import DataArguments
 from flash_frac.data.cache import prepare_held_out
-from flash_frac.data.encoding import Encoder
+from flash_frac.data.encoding import Encoder, digest_of
 from flash_frac.data.hub import HubDocuments, Position, beginning_of
 from flash_frac.data.packing import SKIPPED, Item, PackedDataset, check_length, make_item
 
 logger = logging.get_logger(__name__)
-# Little text at a time, so that the first item does not wait for megabytes of download.
+# Small batches, so that the first item does not wait for megabytes of download.
 BATCH_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Bookmark:
-    """The end of an item: where its reader goes on.
+    """The end of an item, where its reader resumes.
 
     Attributes:
         worker: the dataloader worker that reads; 0 without workers.
-        items: how many it has given.
-        position: before the document that the next item begins in, see `HubDocuments.read`.
-        offset: tokens of this document that are in items already.
+        items: number of items it has returned.
+        position: position before the document in which the next item starts; see
+            `HubDocuments.read`.
+        offset: tokens of this document that are already in items.
     """
 
     worker: int
@@ -48,20 +48,21 @@ class Bookmark:
 
 
 class StreamingDataset(IterableDataset[Item]):
-    """The items of `PackedDataset`, from documents as they come, in their order.
+    """The items of `PackedDataset`, from a stream of documents in order.
 
-    Items of a hub stream have a `bookmark`, from which `resume` reads on.
+    Items of a hub stream have a `bookmark`, from which `resume` continues.
 
     Several processes need accelerate's `dispatch_batches=False`: each reads its own batches.
 
     Args:
-        documents: can be iterated over again, and gives the same texts each time.
-        tokenizer: with an eos token.
+        documents: an iterable that yields the same texts each time.
+        tokenizer: a tokenizer with an eos token.
         sequence_length: T.
-        keep_tail: as for `PackedDataset`.
-        rank, ranks: this process and how many there are; each reads its part of the documents.
-        left_out: texts that are not read, nor are others that equal one of them.
-        endless: begin again at the end of the documents, with the last item's rest before them.
+        keep_tail: as in `PackedDataset`.
+        rank, ranks: this process and the number of processes; each reads its share of documents.
+        left_out: texts to skip, wherever they occur.
+        endless: start over at the end of the documents; the first item then starts with the
+            tokens left over.
 
     Example: `StreamingDataset(HubDocuments("user/books", streaming=True), tokenizer, 1024)`
     """
@@ -86,14 +87,14 @@ class StreamingDataset(IterableDataset[Item]):
         self.keep_tail = keep_tail
         self.rank, self.ranks = rank, ranks
         self.endless = endless
-        self._left_out = frozenset(map(_digest, left_out))
+        self._left_out = frozenset(map(digest_of, left_out))
         self._encoder = Encoder(tokenizer)
         self._bookmarks: Mapping[int, Bookmark] = {}
 
     def resume(self, bookmarks: Iterable[Bookmark]) -> None:
-        """Read on behind the last items of all workers; `SKIPPED` stands for each item before.
+        """Continue after the last items of all workers; each earlier item becomes `SKIPPED`.
 
-        A loader that skips what was trained on therefore reads nothing of it.
+        So a loader that skips the items trained on does not read them again.
         """
         self._bookmarks = {mark.worker: mark for mark in bookmarks}
 
@@ -119,11 +120,11 @@ class _Reader:
 
     def items(self, mark: Bookmark | None) -> Iterator[Item]:
         dataset, length = self.dataset, self.dataset.sequence_length
-        # The positions behind the documents that the encoder has taken and not yet given back.
+        # The positions after the documents that the encoder has read but not yet returned.
         positions: deque[Position | None] = deque()
         count, skip = (mark.items, mark.offset) if mark else (0, 0)
         buffer, size = [np.zeros(0, np.int64)], 0
-        # Where documents begin in the buffer (the first perhaps before it), and how to get there.
+        # Where documents start in the buffer (the first perhaps before it), and their positions.
         starts, places = [-skip], [mark.position if mark else self._beginning()]
         for _, ids, ends in dataset._encoder.encode_documents(
             self._wanted(places[0], positions), batch_characters=BATCH_CHARACTERS
@@ -133,7 +134,7 @@ class _Reader:
             if ends:
                 starts.append(size)
                 places.append(positions.popleft())
-            # One token more than an item: the label of its last.
+            # An item needs one token more, the label of its last.
             if size > length:
                 tokens = np.concatenate(buffer)
                 for start in range(0, size - length, length):
@@ -146,7 +147,7 @@ class _Reader:
                 first = bisect_right(starts, used) - 1
                 starts, places = [start - used for start in starts[first:]], places[first:]
         if size == length or (size and dataset.keep_tail):
-            # The last start is the end of everything, where no document begins.
+            # The last start is the end of the stream, where no document starts.
             yield self._item(np.concatenate(buffer), starts[:-1], 0)
 
     def _beginning(self) -> Position | None:
@@ -158,12 +159,12 @@ class _Reader:
     def _wanted(
         self, position: Position | None, positions: deque[Position | None]
     ) -> Iterator[tuple[bool, str]]:
-        """The documents of this part from a position on; `positions` gets those behind them."""
-        # A pass that has begun may have nothing left.
+        """The documents from a position on; appends the position after each to `positions`."""
+        # A pass that was resumed may have no document left.
         found = position is not None and position != beginning_of(position["epoch"])
         while True:
             for behind, text in self._read(position):
-                if self.dataset._left_out and _digest(text) in self.dataset._left_out:
+                if self.dataset._left_out and digest_of(text) in self.dataset._left_out:
                     continue
                 found = True
                 positions.append(behind)
@@ -172,7 +173,7 @@ class _Reader:
                 return
             if not found:
                 raise ValueError(
-                    f"reader {self.part + 1} of {self.parts} has no document to train on: start "
+                    f"reader {self.part + 1} of {self.parts} has no document to train on: use "
                     "fewer ranks or dataloader workers, or hold out fewer documents"
                 )
             position, found = position and beginning_of(position["epoch"] + 1), False
@@ -193,7 +194,7 @@ class _Reader:
     def _mark(
         self, count: int, starts: Sequence[int], places: Sequence[Position | None], end: int
     ) -> dict[str, Any]:
-        """The bookmark at a token of the buffer, for an item that ends there."""
+        """The bookmark for an item that ends at token `end` of the buffer."""
         number = bisect_right(starts, end) - 1
         position = places[number]
         if position is None:
@@ -203,24 +204,28 @@ class _Reader:
 
 def _warn_of_reading_all(documents: Iterable[str], ranks: int, workers: int) -> None:
     parts = ranks * workers
-    if isinstance(documents, HubDocuments) and documents.streaming and documents.num_shards % parts:
+    if not isinstance(documents, HubDocuments) or not documents.streaming:
+        return
+    if not documents.has_shards_for(parts):
         logger.warning(
-            f"dataset_name {documents.name!r} has {documents.num_shards} shards, which {ranks} "
-            f"ranks x {workers} dataloader workers do not divide: each of these {parts} reads "
-            "every document, and tokenises its own only."
+            f"dataset_name {documents.name!r} has {documents.num_shards} shards, fewer than "
+            f"{ranks} ranks x {workers} dataloader workers: each of these {parts} reads every "
+            "document, but tokenises only its own."
         )
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The datasets to train and to evaluate on; no `held_out` where none was asked for."""
+    """The training dataset and the held-out dataset, which is None if nothing is held out."""
 
     train: StreamingDataset
     held_out: list[Item] | PackedDataset | None
+
+    @property
+    def content(self) -> str:
+        """The version of the training text: see `HubDocuments.version`."""
+        assert isinstance(self.train.documents, HubDocuments)
+        return self.train.documents.version
 
 
 def stream(
@@ -234,13 +239,13 @@ def stream(
 ) -> Streams:
     """The datasets of a run with `streaming`; `prepare` is for all others.
 
-    The first `held_out_documents` of the source, and all that equal one of them, are not trained
-    on. Training never ends: each pass over the documents is followed by another.
+    The first `held_out_documents` of the source, and all copies of them, are left out of training.
+    The training dataset is endless: each pass over the documents is followed by another.
 
     Args:
-        seed: of the order, with `shuffle_buffer`.
-        rank, ranks: this process, and how many share the documents.
-        progress: whether to show a bar while `held_out_files` are tokenised.
+        seed: random seed of the order, with `shuffle_buffer`.
+        rank, ranks: this process, and the number of processes that share the documents.
+        progress: whether to show a progress bar while `held_out_files` are tokenised.
 
     Example: `stream(DataArguments(dataset_name="user/books", streaming=True), tokenizer, seed=0)`
     """
@@ -273,6 +278,6 @@ def _first_documents(documents: HubDocuments, count: int) -> list[str]:
     if len(texts) < count:
         raise ValueError(
             f"held_out_documents is {count}, but dataset_name {documents.name!r} has only "
-            f"{len(texts)} documents: hold out fewer, or name held_out_files"
+            f"{len(texts)} documents: hold out fewer, or set held_out_files"
         )
     return texts

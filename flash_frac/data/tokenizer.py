@@ -1,7 +1,7 @@
-"""Tokenizers: two that are built in (bytes, DNA), any other through `AutoTokenizer`.
+"""Tokenizers: two built-in ones (bytes, DNA), and any other through `AutoTokenizer`.
 
-Both are ordinary `tokenizers` files once saved, so a trained model needs flash-frac for its
-weights, but not for its text.
+Once saved, the built-in ones are ordinary `tokenizers` files, so a trained model needs flash-frac
+for its weights but not for its tokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-# Bytes stand behind <pad>, <bos> and <eos>.
+# Bytes come after <pad>, <bos> and <eos>.
 FIRST_BYTE = 3
 # HyenaDNA's numbering, so that its vocabulary and ours agree.
 DNA_SPECIAL = ["[CLS]", "[SEP]", "[BOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]"]
@@ -23,9 +23,9 @@ DNA_LETTERS = "ACGTN"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """UTF-8 bytes: <pad> 0, <bos> 1, <eos> 2, byte b at 3 + b; 259 ids, nothing is downloaded.
+    """UTF-8 bytes: <pad> 0, <bos> 1, <eos> 2, byte b at 3 + b; 259 ids, without a download.
 
-    Any text decodes to itself; a literal "<eos>" in the text is five bytes, never the token.
+    Any text survives a round trip; a literal "<eos>" in the text is five bytes, never the token.
 
     Example: `byte_tokenizer()("hi").input_ids == [3 + 104, 3 + 105]`
     """
@@ -46,9 +46,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def dna_tokenizer() -> PreTrainedTokenizerFast:
-    """Letters of DNA with HyenaDNA's ids: A 7, C 8, G 9, T 10, N 11; any other letter is [UNK] 6.
+    """DNA letters with HyenaDNA's ids: A 7, C 8, G 9, T 10, N 11; any other letter is [UNK] 6.
 
-    Lower case is read as upper case. [SEP] 1 ends a sequence; nothing is added by encoding.
+    Lower case is read as upper case. [SEP] 1 ends a sequence; encoding adds no special tokens.
 
     Example: `dna_tokenizer()("acgX").input_ids == [7, 8, 9, 6]`
     """
@@ -75,10 +75,10 @@ def dna_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str, *, needs_eos: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer of that name: "bytes", "dna", or a folder or hub id for `AutoTokenizer`.
+    """Load the tokenizer "bytes" or "dna", or a folder or hub id through `AutoTokenizer`.
 
-    A folder that is itself called bytes or dna is reached as "./bytes". To train, a tokenizer needs
-    an eos token, which ends each document.
+    Write "./bytes" for a folder of that name. Training needs a tokenizer with an eos token, which
+    ends each document.
 
     Example: `load_tokenizer("bytes").eos_token_id == 2`
     """
@@ -86,29 +86,29 @@ def load_tokenizer(name: str, *, needs_eos: bool = True) -> PreTrainedTokenizerB
         return byte_tokenizer()
     if name == "dna":
         return dna_tokenizer()
-    # Imported here, as it brings the models with it.
+    # Imported here because it imports the models.
     from flash_frac.models.loading import find_checkpoint, reason_of
 
     try:
         found = find_checkpoint(name, argument="tokenizer", needs_config=False)
         tokenizer = AutoTokenizer.from_pretrained(found.name, **found.options)
-    # Every kind of tokenizer file fails in its own way, and each needs the same advice.
+    # Each kind of tokenizer file fails with its own exception, but the remedy is the same.
     except Exception as error:
         raise ValueError(
             f"tokenizer {name!r} cannot be loaded: expected 'bytes', 'dna', a folder with "
-            "tokenizer.json, or a hub id that is within reach (a private one needs a login). "
-            f"The reader said: {reason_of(error)}"
+            "tokenizer.json, or a reachable hub id (a private one needs a login). "
+            f"The error was: {reason_of(error)}"
         ) from error
     if needs_eos and tokenizer.eos_token_id is None:
         raise ValueError(
-            f"tokenizer {name!r} has no eos token, which must end each document: set one "
-            "(tokenizer.eos_token = ...), save it with save_pretrained and give that folder"
+            f"tokenizer {name!r} has no eos token, which is needed to end each document: set one "
+            "(tokenizer.eos_token = ...), save it with save_pretrained and name that folder"
         )
     return tokenizer
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id plus one: what a model's vocabulary must hold (ids may have holes).
+    """The largest id plus one: the smallest vocab_size of a model (ids may have gaps).
 
     Example: `vocabulary_size(byte_tokenizer()) == 259`
     """
@@ -116,7 +116,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """ValueError when a token of the tokenizer does not fit a model of `vocab_size` tokens.
+    """Raise ValueError if the tokenizer does not fit a model of `vocab_size` tokens.
 
     Example: `check_vocabulary(byte_tokenizer(), 264)`
     """
@@ -129,23 +129,23 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides on the ids of a text, wherever the tokenizer was loaded from.
+    """A hash of everything that determines the ids of a text, wherever the tokenizer comes from.
 
-    What it puts before or behind a text does not count.
+    Special tokens added before or after a text do not count.
 
     Example: `tokenizer_hash(byte_tokenizer()) != tokenizer_hash(dna_tokenizer())`
     """
     digest = hashlib.sha256(str(tokenizer.eos_token_id).encode())
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        # The first two are left behind by the last call, and belong to no text.
+        # Truncation and padding are leftovers of the last call.
         content |= {"truncation": None, "padding": None, "post_processor": None}
         digest.update(json.dumps(content, sort_keys=True).encode())
         return digest.hexdigest()
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     facts = [type(tokenizer).__name__, tokenizer.get_vocab(), added]
     digest.update(json.dumps(facts, sort_keys=True).encode())
-    # Merges and models of pieces are only in the files; not every tokenizer has any.
+    # Merges and sentencepiece models are only in files, which not every tokenizer has.
     with tempfile.TemporaryDirectory() as folder, suppress(NotImplementedError):
         for name in sorted(tokenizer.save_vocabulary(folder)):
             digest.update(Path(name).read_bytes())
@@ -153,9 +153,9 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that stands for each byte in a byte-level vocabulary.
+    """The printable character that represents each byte in a byte-level vocabulary.
 
-    Bytes that print stand for themselves, the others follow from code point 256 on.
+    Printable bytes represent themselves; the others get code points from 256 on.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in printable]

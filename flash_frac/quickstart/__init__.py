@@ -1,8 +1,8 @@
-"""`frac quickstart`: a small language model of bytes, trained in minutes on a CPU, and looked at.
+"""`frac quickstart`: train a small byte-level language model in minutes on a CPU, and inspect it.
 
-It learns presidents' addresses (`corpus`) by the project's trainer, from the recipe and the model
-configuration in this folder, and is compared with a trigram model on later addresses, at contexts
-up to 64 times as long as in training.
+The project's trainer trains it on presidents' addresses (`corpus`), with the recipe and model
+configuration in this folder. It is then compared with a trigram model on later addresses, with
+contexts up to 64 times as long as in training.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from flash_frac.train import TrainResult
 
 HERE = Path(__file__).parent
-# What the steps of `recipe.yaml` and all the rest take on two cores, roughly.
+# Approximate time of training on two cores, with the steps of `recipe.yaml`.
 MINUTES = 3.0
 CONTEXTS = (1, 4, 16, 64)
 PROMPT = "My fellow Americans, "
 SAMPLE_BYTES = 400
-# Tokens along which the memory of the model is measured; lags end where they do.
+# Tokens on which the model's memory is measured; also the largest lag.
 MEMORY_TOKENS = 4096
 
 
 def run(
     output_dir: str | Path, minutes: float = MINUTES, *, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Train, measure, draw and write everything to a folder.
+    """Train and evaluate the model, and write everything to a folder.
 
     Args:
-        output_dir: gets the model (`final`), figures, `results.json`, logs and the recipe.
-        minutes: rough time on two cores; decides on the number of steps, and nothing else does.
+        output_dir: folder for the model (`final`), figures, `results.json`, logs and the recipe.
+        minutes: approximate time of training on two cores; it only sets the number of steps.
         overrides: arguments of `frac train` on top of the recipe, such as "--learning_rate=1e-3".
 
     Returns:
-        What `results.json` holds.
+        The content of `results.json`.
 
     Example: `run("quickstart")["trigram_bits_per_byte"]`
     """
     if not minutes > 0:
         raise ValueError(f"minutes must be positive, got {minutes}")
-    # What is missing should be known before the training and not after it.
+    # A missing package must be reported before training, not after it.
     require("accelerate", "train", "the quickstart")
     require("matplotlib", "plot", "the quickstart")
     from flash_frac.train import load_recipe, train
@@ -77,12 +77,12 @@ def run(
 
 
 def say(text: str) -> None:
-    """Print, at once."""
+    """Print and flush."""
     print(text, flush=True)
 
 
 def _prepare(folder: Path, minutes: float) -> Path:
-    """Write the texts, the model configuration and the whole recipe of the run; its path."""
+    """Write the texts, the model configuration and the complete recipe; return its path."""
     data = folder / "data"
     training, validation = corpus.split(corpus.load())
     text = (HERE / "recipe.yaml").read_text(encoding="utf-8")
@@ -94,8 +94,8 @@ def _prepare(folder: Path, minutes: float) -> Path:
         "cache_dir": data / "tokens",
         "output_dir": folder,
     }
-    lines = [text.rstrip(), "", "# Of this run."]
-    # JSON is YAML.
+    lines = [text.rstrip(), "", "# Paths of this run."]
+    # JSON is valid YAML.
     lines += [f"{key}: {json.dumps(value, default=_absolute)}" for key, value in paths.items()]
     path = folder / "recipe.yaml"
     chosen = max(1, round(steps * minutes / MINUTES))
@@ -107,14 +107,14 @@ def _prepare(folder: Path, minutes: float) -> Path:
     write_text(path, whole + "\n")
     years = [address.year for address in validation]
     say(
-        f"{len(training)} addresses to train on, {len(validation)} of the years {min(years)} to "
-        f"{max(years)} to validate on."
+        f"{len(training)} addresses for training, {len(validation)} from {min(years)} to "
+        f"{max(years)} for validation."
     )
     return path
 
 
 def _check_folder(folder: Path, recipe: str) -> None:
-    """ValueError if a folder holds anything but a quickstart with this recipe, or fewer steps."""
+    """Raise ValueError unless a folder is empty or has this recipe, with any number of steps."""
     check_folder(folder, "output_dir")
     if not folder.exists() or not any(folder.iterdir()):
         return
@@ -123,8 +123,8 @@ def _check_folder(folder: Path, recipe: str) -> None:
     texts = [re.sub(r"(?m)^max_steps: \d+$", "", text) for text in (before, recipe)]
     if texts[0] != texts[1]:
         raise ValueError(
-            f"output_dir {folder} holds something else already, and nothing was written to it: "
-            "name a new folder by --output-dir"
+            f"output_dir {folder} already holds something else, so nothing was written to it: "
+            "name a new folder with --output-dir"
         )
 
 
@@ -135,7 +135,7 @@ def _absolute(path: Path) -> str:
 def _bits(result: TrainResult, length: int) -> dict[str, Any]:
     """Bits per byte of the model at each context, and of the trigram, on the same bytes.
 
-    A token is a byte; the end of a document counts as one, to both models.
+    A token is a byte; for both models, the end of a document counts as one too.
     """
     from flash_frac.evals import bits_per_byte, loss_by_length, scored_tokens
     from flash_frac.quickstart.ngram import ByteNgram
@@ -145,7 +145,7 @@ def _bits(result: TrainResult, length: int) -> dict[str, Any]:
     nats = loss_by_length(result.model, held_out, lengths)
     num_tokens = scored_tokens(held_out, lengths)
     trigram = ByteNgram(_bytes_of(train, train.num_tokens))
-    # The first byte of the stretch is predicted by neither.
+    # Neither model predicts the first byte.
     log2 = trigram.log2_probabilities(_bytes_of(held_out, num_tokens + 1))[1:]
     return {
         "bits_per_byte": {str(n): bits_per_byte(loss, 1.0) for n, loss in nats.items()},
@@ -155,19 +155,19 @@ def _bits(result: TrainResult, length: int) -> dict[str, Any]:
 
 
 def _bytes_of(store: Any, num_tokens: int) -> Any:
-    """The first tokens of a store as (num_tokens,) uint8; eos becomes 0, which is in no text."""
+    """The first tokens of a store as (num_tokens,) uint8; eos becomes 0, which no text contains."""
     from flash_frac.data.tokenizer import FIRST_BYTE
 
     return (store.tokens(0, num_tokens) - FIRST_BYTE).clip(0).astype("uint8")
 
 
 def _sample(result: TrainResult) -> str:
-    """A passage that the model writes."""
+    """A text generated by the model."""
     import torch
 
     model: Any = result.model.eval()
     prompt = result.tokenizer(PROMPT, return_tensors="pt").input_ids.to(model.device)
-    # The same passage each time, and the caller's random numbers as they were.
+    # Generate the same text each time, and leave the caller's random state unchanged.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         ids = model.generate(
@@ -200,7 +200,7 @@ def _draw(result: TrainResult, results: dict[str, Any], folder: Path) -> None:
 
 
 def _memory(result: TrainResult) -> tuple[MemoryReport, MemoryReport]:
-    """What `frac inspect` measures, on the validation text: of the model, and before training."""
+    """Reports of `frac inspect` on the validation text: after training, and before."""
     import torch
 
     from flash_frac.inspect import inspect_model
@@ -222,17 +222,19 @@ def _closing(results: dict[str, Any], folder: Path) -> str:
     ]
     return "\n".join(
         [
-            "\nBits per byte of the validation text, the same bytes each time:",
+            "\nBits per byte on the validation text, over the same bytes in each row:",
             *rows,
             f"  trigram model              {results['trigram_bits_per_byte']:.3f}",
             f"\nThe model writes:\n\n{results['sample']}",
             f"\nEverything is in {folder}:",
-            "  loss.svg       how it learned",
-            "  context.svg    what longer contexts give it",
-            "  memory.svg     how its memory fades, and how it did before training",
+            "  loss.svg       loss during training",
+            "  context.svg    loss against context length",
+            "  memory.svg     how its memory decays, after and before training",
             "  final          the model and its tokenizer, for from_pretrained",
             "  recipe.yaml    all settings; results.json, log.jsonl  all numbers",
             "\nWhat to try next:",
+            f"  frac chat {folder}/final",
+            f"  frac inspect {folder}/final --out law      # then open law/index.html",
             f"  frac train {folder}/recipe.yaml --output_dir longer --max_steps 5000",
             f"  frac train {folder}/recipe.yaml --output_dir mine --data_files MINE.txt "
             "--held_out_files OTHER.txt",

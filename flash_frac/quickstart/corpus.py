@@ -1,8 +1,8 @@
-"""The text of the quickstart: 233 addresses of US presidents on the State of the Union, 1790-2021.
+"""The text of the quickstart: 233 State of the Union addresses of US presidents, 1790-2021.
 
-`sotu.jsonl.xz` in this folder holds one line of JSON for each address, ordered by year:
-{"year": 1790, "name": "George Washington", "text": "..."}. SOURCE.txt says where they come from.
-They are split by year, as a model will be used: on what comes after its training.
+`sotu.jsonl.xz` in this folder holds one line of JSON per address, ordered by year:
+{"year": 1790, "name": "George Washington", "text": "..."}. SOURCE.txt names their origin.
+They are split by year, because a model is used on text from after its training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST_HELD_OUT_YEAR = 2012
 
 @dataclass(frozen=True)
 class Address:
-    """One address: the year, who gave it, and its text, which is one paragraph."""
+    """One address: its year, its speaker, and its text, which is one paragraph."""
 
     year: int
     name: str
@@ -39,7 +39,7 @@ def load() -> list[Address]:
 
 
 def split(addresses: Iterable[Address]) -> tuple[list[Address], list[Address]]:
-    """Those to train on, before 2012, and those to validate on, from 2012 to 2021.
+    """The addresses for training, before 2012, and for validation, from 2012 to 2021.
 
     Example: `training, validation = split(load())`
     """
@@ -60,7 +60,7 @@ def write(addresses: Iterable[Address], path: str | Path) -> Path:
 def pack(folder: str | Path) -> bytes:
     """The content of `sotu.jsonl.xz`, from the folder `data` of the npm package.
 
-    Example: `FILE.write_bytes(pack("package/data"))` makes the same file again.
+    Example: `FILE.write_bytes(pack("package/data"))` writes an identical file.
     """
     addresses = []
     for path in sorted(Path(folder).glob("*.json")):

@@ -1,4 +1,4 @@
-"""The three figures of the quickstart, drawn from numbers alone; matplotlib is needed."""
+"""The three figures of the quickstart, drawn from numbers; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from flash_frac.drawing import FAINT, OTHER, OURS, PALE, THIRD, figure_at
 
 SIZE = (5.6, 3.6)
-# One for each layer, from the first to the last.
+# One colour per layer, from first to last.
 LAYERS = (PALE, OURS, THIRD, OTHER, "#e09f3e")
 UNTRAINED = "#c3c8ce"
-# The lowest response that is drawn, as a share of that at lag 0.
+# The lowest response drawn, relative to that at lag 0.
 LEAST = 1e-8
 
 
@@ -24,7 +24,7 @@ def draw_loss(
     validation: Sequence[tuple[int, float]],
     trigram: float,
 ) -> None:
-    """Bits per byte against steps: pairs (step, bits per byte), and the trigram's as a line.
+    """Draw bits per byte against steps, from pairs (step, bits per byte); the trigram is a line.
 
     Example: `draw_loss("loss.svg", [(10, 5.1), (20, 4.2)], [(20, 4.3)], 3.05)`
     """
@@ -38,13 +38,13 @@ def draw_loss(
 
 
 def draw_context(path: str | Path, bits: Mapping[int, float], trained: int, trigram: float) -> None:
-    """Bits per byte of the validation text against the length of the windows it is read in.
+    """Draw bits per byte on the validation text against the context length.
 
     Args:
         path: the SVG file to write.
-        bits: bits per byte of each length, in bytes.
-        trained: the length of training, which is marked.
-        trigram: its bits per byte, drawn as a line.
+        bits: bits per byte at each length, in bytes.
+        trained: the training length, which is marked.
+        trigram: bits per byte of the trigram, drawn as a line.
 
     Example: `draw_context("context.svg", {256: 2.1, 1024: 2.0}, 256, 3.05)`
     """
@@ -63,7 +63,7 @@ def draw_context(path: str | Path, bits: Mapping[int, float], trained: int, trig
         axes.set_xlim(lengths[0] / 1.6, lengths[-1] * 1.6)
         low, high = min([*bits.values(), trigram]), max([*bits.values(), trigram])
         axes.set_ylim(low - 0.2 * (high - low), high + 0.12 * (high - low))
-        axes.set(xlabel="length of context, bytes", ylabel="bits per byte", title="Longer contexts")
+        axes.set(xlabel="context length, bytes", ylabel="bits per byte", title="Longer contexts")
 
 
 def draw_memory(
@@ -72,13 +72,13 @@ def draw_memory(
     responses: Mapping[int, np.ndarray],
     untrained: Mapping[int, np.ndarray],
 ) -> None:
-    """The measured responses of all heads on log-log axes, each as a share of its value at lag 0.
+    """Draw the measured responses of all heads on log-log axes, relative to lag 0.
 
     Args:
         path: the SVG file to write.
         lags: (n,) tokens, ascending and positive.
-        responses: by number of the layer (H, n), relative to lag 0.
-        untrained: the same of the model before training, drawn in grey behind them.
+        responses: (H, n) by layer number, relative to lag 0.
+        untrained: the same for the model before training, drawn in grey behind them.
 
     Example: `draw_memory("memory.svg", lags, {0: trained}, {0: untrained})`
     """

@@ -1,12 +1,12 @@
-"""An n-gram model of bytes, for the question what a network has learnt beyond counting.
+"""A byte-level n-gram model, a baseline that shows what a network learns beyond counting.
 
-Witten-Bell interpolation: with c(h w) the count of byte w behind history h, c(h) their sum and t(h)
-the number of different bytes seen behind h,
+It uses Witten-Bell interpolation: with c(h w) the count of byte w after history h, c(h) their sum
+and t(h) the number of different bytes seen after h,
 
     P(w | h) = (c(h w) + t(h) P(w | h')) / (c(h) + t(h))
 
-where h' is h without its first byte; below the empty history stands 1/256 for every byte. Bytes
-that were often new behind a history leave more to the shorter ones. Each P(. | h) sums to one.
+where h' is h without its first byte; before the empty history, every byte has 1/256. The more
+different bytes follow a history, the more weight shorter histories get. Each P(. | h) sums to one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 
 class ByteNgram:
-    """The model, from one text. Letters: n order, N bytes of text.
+    """A byte n-gram model of one text. Letters: n order, N bytes of text.
 
     Args:
         text: (N,) bytes to count, at least `order` of them.
-        order: n, 1 to 3; a byte is predicted from the n - 1 before it. Its table has 256^n counts.
+        order: n, 1 to 3; a byte is predicted from the n - 1 before it. The table has 256^n counts.
 
     Example:
         >>> trigram = ByteNgram(training_text)
@@ -29,7 +29,7 @@ class ByteNgram:
     def __init__(self, text: bytes | np.ndarray, *, order: int = 3) -> None:
         if order not in (1, 2, 3):
             raise ValueError(
-                f"order must be 1, 2 or 3, for a table of 256^order counts, got {order!r}"
+                f"order must be 1, 2 or 3 (the table has 256^order counts), got {order!r}"
             )
         data = _bytes(text)
         if len(data) < order:
@@ -76,7 +76,7 @@ class ByteNgram:
             history = tuple(grams[:, grams.shape[1] - 1 - k : -1].T)
             count, seen = self._counts[k][(*history, last)], self._seen[k][history]
             kinds = self._kinds[k][history]
-            # Behind a history that never was, nothing is known beyond the shorter one.
+            # After an unseen history, only the shorter one counts.
             total = np.maximum(seen + kinds, 1)
             known = (count + kinds * result) / total
             result = np.where(seen > 0, known, result)
@@ -87,14 +87,14 @@ def _bytes(text: bytes | np.ndarray) -> np.ndarray:
     if isinstance(text, np.ndarray):
         if text.dtype != np.uint8 or text.ndim != 1:
             raise ValueError(
-                f"text must be bytes or one axis of uint8, got {text.dtype} of shape {text.shape}"
+                f"text must be bytes or a 1-d uint8 array, got {text.dtype} of shape {text.shape}"
             )
         return text
     return np.frombuffer(text, np.uint8)
 
 
 def _count(data: np.ndarray, n: int) -> np.ndarray:
-    """How often each n-gram occurs, (256,) * n."""
+    """The counts of all n-grams, shape (256,) * n."""
     codes = np.zeros(len(data) - n + 1, np.int32)
     for k in range(n):
         codes = codes * 256 + data[k : len(data) - n + 1 + k]

@@ -1,4 +1,4 @@
-"""Training: a recipe in, a checkpoint out, on Hugging Face's Trainer."""
+"""Training on Hugging Face's Trainer: a recipe in, a checkpoint out."""
 
 from flash_frac.train.arguments import FracTrainingArguments, ModelArguments
 from flash_frac.train.recipe import Recipe, load_recipe

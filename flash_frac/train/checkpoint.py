@@ -1,8 +1,8 @@
-"""Checkpoints that are there whole or not at all.
+"""Atomic checkpoints: each exists completely or not at all.
 
-One is written under `.saving-<process>` and renamed to `checkpoint-<step>` when complete; an old
-one is renamed to `.removing-<process>` before it is deleted. Whatever moment a process dies, the
-folders named checkpoint-* are complete. A manifest, written last, tells what became of one since.
+A checkpoint is written under `.saving-<process>` and renamed to `checkpoint-<step>` when complete;
+an old one is renamed to `.removing-<process>` before it is deleted. Whenever a process dies, the
+folders named checkpoint-* are complete. A manifest, written last, shows any later damage.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def clear_leftovers(output_dir: str | Path) -> None:
-    """Delete what processes that died left half-written or half-deleted; the caller has the lock.
+    """Delete half-written or half-deleted checkpoints of dead processes; the caller has the lock.
 
-    Earlier versions did not name the process.
+    The prefix alone matches too, because earlier versions did not add the process.
     """
     for prefix in (SAVING, REMOVING):
         for folder in Path(output_dir).glob(f"{prefix}*"):
@@ -61,12 +61,12 @@ def clear_leftovers(output_dir: str | Path) -> None:
 def whole(
     output_dir: str | Path, name: str, *, writer: str, main: bool, wait: Callable[[], object]
 ) -> Iterator[Path]:
-    """A folder to write into, which becomes output_dir/name when all processes are done.
+    """Yield a folder to write to; it becomes output_dir/name when all processes are done.
 
     Args:
-        writer: name of the process that renames and deletes, and of the draft.
-        main: whether this process is that one.
-        wait: returns when all processes have called it.
+        writer: name of the process that renames and deletes; the draft is named after it.
+        main: whether this process is the writer.
+        wait: a barrier: returns when all processes have called it.
 
     Raises:
         CheckpointError: if files cannot be written; the folder is then deleted.
@@ -75,40 +75,62 @@ def whole(
         >>> with whole("a", "final", writer=process_name(), main=True, wait=lambda: None) as draft:
         ...     (draft / "config.json").touch()
     """
-    drafts = Path(output_dir) / f"{SAVING}-{writer}"
-    draft = drafts / name
-    if main:
-        shutil.rmtree(drafts, ignore_errors=True)
+    draft = clear_draft(output_dir, name, writer=writer, main=main)
     wait()
-    try:
+    with naming_the_last_good_one(draft):
         draft.mkdir(parents=True, exist_ok=True)
         yield draft
         wait()
         if main:
-            write_manifest(draft)
-            publish(draft, Path(output_dir))
-    except Exception as error:
-        # tokenizers has no class of its own for a disk that is full.
-        if not is_unwritten(error, Path(output_dir)):
-            raise
-        last = last_checkpoint(output_dir)
-        # The best guess is another one; of the first, only what was written until now is known.
-        why = why_unwritten(draft, error, folder_size(last or drafts), or_more=last is None)
-        shutil.rmtree(drafts, ignore_errors=True)
-        good = "there is no checkpoint yet, so the same command begins again"
-        if last is not None:
-            good = f"the last good checkpoint is {last}, from which the same command resumes"
-        raise CheckpointError(
-            f"{name} could not be written to {output_dir}: {why}. Make room; {good}"
-        ) from error
+            complete(draft)
     wait()
 
 
+def clear_draft(output_dir: str | Path, name: str, *, writer: str, main: bool) -> Path:
+    """The folder in which output_dir/name is drafted, without leftovers of an earlier draft.
+
+    Args:
+        writer, main: as in `whole`.
+    """
+    drafts = Path(output_dir) / f"{SAVING}-{writer}"
+    if main:
+        shutil.rmtree(drafts, ignore_errors=True)
+    return drafts / name
+
+
+def complete(draft: Path) -> Path:
+    """Turn a fully written draft into a checkpoint, or into the final model."""
+    write_manifest(draft)
+    return publish(draft, draft.parent.parent)
+
+
+@contextmanager
+def naming_the_last_good_one(draft: Path) -> Iterator[None]:
+    """Raise CheckpointError and delete the draft if one of its files cannot be written."""
+    drafts, output_dir = draft.parent, draft.parent.parent
+    try:
+        yield
+    except Exception as error:
+        # tokenizers raises a plain Exception if the disk is full.
+        if not is_unwritten(error, output_dir):
+            raise
+        last = last_checkpoint(output_dir)
+        # The last checkpoint predicts the size; for the first, only the bytes so far are known.
+        why = why_unwritten(draft, error, folder_size(last or drafts), or_more=last is None)
+        shutil.rmtree(drafts, ignore_errors=True)
+        good = "there is no checkpoint yet, so the same command starts over"
+        if last is not None:
+            good = f"the same command then resumes from the last good checkpoint, {last}"
+        raise CheckpointError(
+            f"{draft.name} could not be written to {output_dir}: {why}. Free disk space; {good}"
+        ) from error
+
+
 def publish(draft: Path, folder: Path) -> Path:
-    """Make a finished draft a checkpoint, or the final model, of the run in a folder."""
+    """Move a finished draft to its final name in the folder of the run."""
     for path in folder.iterdir():
         if path.is_file():
-            # The log up to a checkpoint is as safe as the checkpoint.
+            # The log must survive a crash if the checkpoint does.
             sync(path)
     final = folder / draft.name
     before = _set_aside(final) if final.exists() else None
@@ -120,7 +142,7 @@ def publish(draft: Path, folder: Path) -> Path:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; at no moment is there half of one under its name."""
+    """Delete a checkpoint; its name never refers to a half-deleted one."""
     shutil.rmtree(_set_aside(checkpoint), ignore_errors=True)
 
 
@@ -132,7 +154,7 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -> None:
-    """Delete the oldest checkpoints beyond `limit`; the best one stays."""
+    """Delete the oldest checkpoints beyond `limit`, but never the best one."""
     if limit is None or limit <= 0:
         return
     kept = {Path(best).name} if best else set()
@@ -142,9 +164,9 @@ def rotate(output_dir: str | Path, limit: int | None, best: str | None = None) -
 
 
 def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
-    """Join the sharded weights of a checkpoint in a new folder for `from_pretrained`.
+    """Merge the sharded weights of a checkpoint into a new folder for `from_pretrained`.
 
-    Configuration and tokenizer are copied into it.
+    The configuration and tokenizer are copied as well.
 
     Example:
         >>> consolidate("runs/big/checkpoint-1000", "big-1000")
@@ -152,8 +174,8 @@ def consolidate(checkpoint: str | Path, output: str | Path) -> Path:
     checkpoint, output = Path(checkpoint), Path(output)
     if not (checkpoint / SHARDS).is_dir():
         raise ValueError(
-            f"{checkpoint} has no {SHARDS}: it is no checkpoint with sharded states. If it holds "
-            "model.safetensors, from_pretrained takes it as it is"
+            f"{checkpoint} has no {SHARDS}, so it is not a sharded checkpoint. If it holds "
+            "model.safetensors, from_pretrained loads it directly"
         )
     if output.exists():
         raise ValueError(f"output {output} exists already; name a new folder")

@@ -1,6 +1,6 @@
-"""How many tokens the tokens of a batch see, on which the cost of attention depends.
+"""Count the tokens that each token of a batch attends to, which sets the cost of attention.
 
-Counted where batches are made, on the CPU: a training step waits for no GPU to know it.
+The collator counts on the CPU, so a training step never synchronises with the GPU for it.
 Letters: T tokens of an item, W window of sliding attention.
 """
 
@@ -15,10 +15,11 @@ from flash_frac.data.packing import Item
 
 
 class Seen(NamedTuple):
-    """Tokens, and the sums over them of the tokens that each sees, itself included.
+    """The number of tokens, and how many tokens they attend to in total, themselves included.
 
     Attributes:
-        full: that attention sees; sliding: that sliding attention sees.
+        full: total for full attention.
+        sliding: total for sliding attention.
     """
 
     tokens: int = 0
@@ -30,12 +31,12 @@ class Seen(NamedTuple):
 
     @property
     def contexts(self) -> tuple[float, float]:
-        """The means, full and sliding: arguments of `training_flops`."""
+        """Mean context of full and of sliding attention: the arguments of `training_flops`."""
         return self.full / max(self.tokens, 1), self.sliding / max(self.tokens, 1)
 
 
 class CountingCollator:
-    """`collator`, whose batches also have `seen`: of the whole rows, which ranks may share.
+    """A collator that adds `seen` to each batch, counted over whole rows even if ranks share them.
 
     Args:
         window: W; None for a model without sliding attention.

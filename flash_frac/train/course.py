@@ -1,10 +1,10 @@
-"""Where a run begins, goes on and stops, and what it says about it."""
+"""Start, resume and stop a run, and report it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class AlreadyTrained(Exception):
-    """The checkpoint that a run goes on from is its last."""
+    """The run to resume is already complete."""
 
 
 class Course(TrainerCallback):
-    """Sets the epoch of the sampler, which accelerate does not do on resuming.
+    """Sets the sampler's epoch, which accelerate does not do when a run resumes.
 
-    It also ends a run that is complete already, before its first step: Trainer would make one more.
+    It also ends a run that is already complete: Trainer would do one more step.
     """
 
     def __init__(self, trainer: FracTrainer) -> None:
@@ -38,7 +38,7 @@ class Course(TrainerCallback):
             print(describe_resuming(self.trainer), flush=True)
 
     def _find_best(self, args: Any, state: Any) -> None:
-        """Look for the best checkpoint beside the others: Trainer forgets it if they have moved."""
+        """Look for the best checkpoint next to the others: Trainer loses it if they have moved."""
         best = self.trainer.resumed_from and best_of(self.trainer.resumed_from)
         if best is None:
             return
@@ -52,7 +52,7 @@ class Course(TrainerCallback):
 
 
 def describe_resuming(trainer: FracTrainer) -> str:
-    """From where a run goes on, and what it does not read again."""
+    """A message that says where the run resumes and which tokens it skips."""
     args, recipe, step = trainer.args, trainer.recipe, trainer.state.global_step
     replicas = args.world_size // recipe.training.context_parallel_size
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
@@ -66,16 +66,17 @@ def describe_resuming(trainer: FracTrainer) -> str:
 
 @contextmanager
 def saying_what_is_kept(args: Any, trainer: FracTrainer | None = None) -> Iterator[None]:
-    """On Ctrl-C, say what an interrupted run leaves; `trainer` if there is one already."""
+    """On Ctrl-C, print which checkpoint is kept; `trainer` is None before it is built."""
     try:
-        yield
+        with ExitStack() as stack:
+            if trainer is not None:
+                stack.callback(trainer.console.close)
+            yield
     except KeyboardInterrupt:
-        if trainer is not None:
-            trainer.console.close()
         last = last_checkpoint(args.output_dir)
-        kept = "there is no checkpoint yet, so the same command begins again"
+        kept = "there is no checkpoint yet, so the same command starts over"
         if last is not None:
-            kept = f"{last.name} is kept; the same command goes on from there"
+            kept = f"{last.name} is kept; the same command resumes from it"
         where = f"at step {trainer.state.global_step}" if trainer else "before the first step"
         if args.should_save:
             print(f"stopped {where}; {kept}", flush=True)

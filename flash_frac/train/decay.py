@@ -1,4 +1,4 @@
-"""Which parameters weight decay is for."""
+"""Select the parameters with weight decay."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d)
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that weight decay is for: weights of projections, conv, embeddings.
+    """Names of the parameters with weight decay: weights of projections, conv and embeddings.
 
-    Norms, biases, the bias of Δ, D, the gates of read and write and learned timescales are spared.
+    Norms, biases, the bias of Δ, D, the read and write gates and learned timescales have none.
     """
     names = [
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _DECAYED)

@@ -1,4 +1,4 @@
-"""Find the first tensor of a model that is not finite, for the error that ends a run."""
+"""Find the first non-finite tensor of a model, for the error that ends a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 class NotFiniteError(RuntimeError):
-    """A loss or gradient is not finite; the message names the first tensor that is not."""
+    """A loss or gradient is not finite; the message names the first such tensor."""
 
 
 def first_not_finite(model: nn.Module, inputs: Mapping[str, Any]) -> str:
-    """The name of the first tensor that is not finite, in the order in which they are computed.
+    """The name of the first non-finite tensor, in the order of computation.
 
-    First parameters and buffers; then, in a pass over `inputs`, the output of each module; then the
-    gradients of parameters, from those of the last to those of the first. Gradients are replaced.
+    Checks parameters and buffers; then the output of each module in a forward pass over `inputs`;
+    then the gradients of the parameters, last to first. Existing gradients are overwritten.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not _finite(tensor):

@@ -1,7 +1,7 @@
-"""A training run as one YAML file: `TrainingArguments` and a few fields on model and data.
+"""A training run as one YAML file: `TrainingArguments` and a few fields for model and data.
 
-Everything in a recipe is checked before anything is read, downloaded or started: an unknown key, a
-value of the wrong type, and settings that exclude each other.
+A recipe is checked before anything is read, downloaded or started: for unknown keys, values of the
+wrong type, and settings that cannot be combined.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from flash_frac.data import DataArguments
-from flash_frac.data.arguments import STREAM_FIELDS
+from flash_frac.data.arguments import PREPARED_FIELDS, STREAM_FIELDS
 from flash_frac.models.fields import did_you_mean
 from flash_frac.recipes import MODELS, find_config, find_recipe
 from flash_frac.train.arguments import FracTrainingArguments, ModelArguments
+from flash_frac.train.others import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run, resolved: what to train, on what, and how."""
+    """The resolved settings of a run: model, data and training."""
 
     model: ModelArguments
     data: DataArguments
@@ -36,6 +37,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         data, training = self.data, self.training
+        check_settings(self.model.config_class(), data, training)
         if training.gradient_checkpointing and data.stateful:
             raise ValueError(
                 "stateful carries states between steps, which gradient_checkpointing drops: set "
@@ -43,7 +45,7 @@ class Recipe:
             )
         if training.context_parallel_size > 1 and data.stateful:
             raise ValueError(
-                "stateful and context_parallel_size exclude each other: set stateful to false or "
+                "stateful and context_parallel_size cannot be combined; set stateful to false or "
                 "context_parallel_size to 1"
             )
         if data.sequence_length % training.context_parallel_size:
@@ -52,6 +54,8 @@ class Recipe:
                 f"context_parallel_size ({training.context_parallel_size})"
             )
         nothing = not (data.held_out or data.held_out_documents or data.held_out_files)
+        # Whether prepared data has held-out text is only known when it is opened.
+        nothing = nothing and data.prepared_data is None
         if training.eval_strategy != "no" and nothing:
             field = "held_out_documents" if data.streaming else "held_out"
             raise ValueError(
@@ -59,15 +63,15 @@ class Recipe:
                 "eval_strategy to 'no'"
             )
         if data.streaming and training.max_steps <= 0:
-            raise ValueError("streaming has no end that is known: set max_steps")
+            raise ValueError("streaming has no known end: set max_steps")
         if data.streaming and training.context_parallel_size > 1:
             raise ValueError(
-                "streaming cannot give the ranks of a context the same batch: set streaming to "
-                "false or context_parallel_size to 1"
+                "streaming cannot give the same batch to ranks that share a sequence: set "
+                "streaming to false or context_parallel_size to 1"
             )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """All settings, defaults included, as JSON has them."""
+        """All settings including defaults, as JSON values."""
         return {
             "model": dataclasses.asdict(self.model),
             "data": dataclasses.asdict(self.data),
@@ -75,35 +79,42 @@ class Recipe:
         }
 
 
-# Fields of the recipe that are dropped if the command line gives the one on the left.
+# If the command line sets the field on the left, those on the right are dropped from the recipe.
 _REPLACES = {
-    "data_files": ("dataset_name", "dataset_config", "streaming", *STREAM_FIELDS),
+    "data_files": (
+        *("prepared_data", "dataset_name", "dataset_config", "streaming"),
+        *STREAM_FIELDS,
+    ),
+    "prepared_data": (
+        *("data_files", "dataset_name", "dataset_config", "dataset_split", "streaming"),
+        *(*PREPARED_FIELDS, *STREAM_FIELDS),
+    ),
     "held_out_files": ("held_out_documents",),
-    "dataset_name": ("data_files",),
+    "dataset_name": ("data_files", "prepared_data"),
     "config_name": ("model_name_or_path",),
     "model_name_or_path": ("config_name", "config_overrides"),
 }
 
 
-# Fields whose value is a mapping; some of them also take the path of a file.
+# Fields whose value is a mapping; some also accept the path of a file.
 _MAPPINGS = ("config_overrides", "liger_kernel_config", *TrainingArguments._VALID_DICT_FIELDS)
 
 
 class _Parser(HfArgumentParser):
-    """Errors are raised, for callers other than a command line."""
+    """A parser that raises errors instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as in YAML 1.2, and no key comes twice."""
+    """YAML that reads 1e-3 as a number, as YAML 1.2 does, and refuses duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1:
-                raise yaml.YAMLError(f"the key {name} is there twice")
+                raise yaml.YAMLError(f"the key {name} occurs twice")
         return super().construct_mapping(node, deep)
 
 
@@ -113,38 +124,46 @@ _Loader.add_implicit_resolver(
 
 
 def _mapping(text: str) -> Any:
-    """What is typed as '{key: value}', which is YAML and, with quotes, JSON."""
+    """Parse '{key: value}', which is YAML and, with quotes, JSON; return other text as it is."""
     if not text.lstrip().startswith("{"):
         return text
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no mapping: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text} is not a mapping: {error}") from error
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe with command-line arguments such as --max_steps=100 on top.
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, planned: int | None = None
+) -> Recipe:
+    """Load a recipe, and apply command-line arguments such as --max_steps=100.
 
     Args:
         path: the path of a YAML file, or the name of an installed recipe.
-        overrides: arguments as they are typed; they replace what the recipe says.
+        overrides: command-line arguments; they replace the values of the recipe, except that
             `config_overrides` adds to those of the recipe.
+        planned: load it for a plan on this many GPUs; such a recipe cannot be trained.
 
     Example:
         >>> recipe = load_recipe("small", ["--learning_rate", "3e-4"])
     """
     path = find_recipe(path)
     values = _read(path)
+    training_type = FracTrainingArguments
+    if planned is not None:
+        training_type = type("PlannedArguments", (training_type,), {"planned": planned})
     parser = _Parser(
-        [ModelArguments, DataArguments, FracTrainingArguments],  # pyright: ignore
+        [ModelArguments, DataArguments, training_type],  # pyright: ignore
         allow_abbrev=False,
         add_help=False,
     )
     options = {name.removeprefix("--"): a for name, a in parser._option_string_actions.items()}
     for name in _MAPPINGS:
         options[name].type = _mapping
-    # Trainer declares it as text, of which "true" would be none of its strategies.
+    # Trainer declares it as text, but "true" is not one of its strategies.
     options["fsdp"].type = string_to_bool
+    # Trainer declares it as a single name.
+    options["report_to"].nargs = "+"
     for key in values:
         _check_name(str(key), options, f"{path}: ")
     for argument in overrides:
@@ -161,15 +180,36 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             model.config_overrides = (values.get("config_overrides") or {}) | model.config_overrides
         if model.config_name is not None:
             found = find_config(model.config_name, "" if "config_name" in typed else path.parent)
-            # An installed size keeps its name, which means the same on every machine.
+            # An installed size keeps its name, which is the same on every machine.
             model.config_name = found.name if found.parent == MODELS else str(found)
             model.config()
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        # The value may come from the command line, which is not the recipe's mistake.
+        is_typed = any(re.search(rf"\b{name}\b", str(error)) for name in typed)
+        raise ValueError(str(error) if is_typed else f"{path}: {error}") from error
     return Recipe(model=model, data=data, training=training)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The values of a recipe, on top of those of its `base`."""
+    values = _load(path)
+    name = values.pop("base", None)
+    if name is None:
+        return values
+    try:
+        is_path = Path(str(name)).suffix in (".yaml", ".yml")
+        base = find_recipe(path.parent / name if is_path else str(name))
+    except ValueError as error:
+        raise ValueError(f"{path}: base: {error}") from error
+    before = _load(base)
+    if "base" in before:
+        raise ValueError(f"{path}: base {base} has a base itself; name that one instead")
+    if isinstance(config := before.get("config_name"), str) and "config_name" not in values:
+        before["config_name"] = str(find_config(config, base.parent))
+    return before | values
+
+
+def _load(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -180,7 +220,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _names(argument: str, field_name: str) -> bool:
-    """Whether an argument of the command line is for a field."""
+    """Whether a command-line argument sets a field."""
     return argument.split("=")[0].removeprefix("--").replace("-", "_") == field_name
 
 
@@ -191,7 +231,7 @@ def _check_name(name: str, options: dict[str, argparse.Action], where: str) -> N
 
 
 def _typed(action: argparse.Action, value: Any) -> list[str]:
-    """A value of the YAML file as one would type it, so that there is one check of types."""
+    """A value of the YAML file as command-line arguments, so that both get the same type check."""
     name = f"--{action.dest}"
     if value is None:
         if action.default is not None:

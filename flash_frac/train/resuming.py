@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from: one whose files are those of its manifest.
+"""Select the checkpoint that a run resumes from: the newest whose files match its manifest.
 
-Resuming from a checkpoint without its optimizer, or with other bytes in it, would go on as another
-run. One like that is put aside and the one before it is taken; a line says so.
+Resuming without the optimizer state, or from changed bytes, would continue a different run. Such a
+checkpoint is set aside and the one before it is used, with a message.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
+from pickle import UnpicklingError
 
 from transformers import TrainerState
 
 from flash_frac.files import read_json, read_object, sync
 from flash_frac.manifest import MANIFEST, ManifestError, NoManifestError, check_manifest
 from flash_frac.models.loading import damaged_file
-from flash_frac.train.checkpoint import checkpoints
+from flash_frac.train import shards
+from flash_frac.train.checkpoint import SHARDS, checkpoints
 
-# Trainer takes another step without a word where one of these is missing; an optimizer of FSDP
-# has a folder, and several processes have a rng_state each.
+# Trainer resumes silently if one of these is missing. FSDP saves the optimizer as a folder, and
+# with several processes each saves its own rng_state.
 _STATE = ("optimizer*", "scheduler.pt", "rng_state*", "trainer_state.json")
+
+_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, EOFError, FileNotFoundError)
+_DAMAGE += (zipfile.BadZipFile, UnpicklingError)
 
 
 def newest_whole(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that its manifest confirms, or None if there is no checkpoint at all.
+    """The newest checkpoint that matches its manifest, or None if there is no checkpoint at all.
 
-    Newer ones that are refused are renamed to damaged-checkpoint-<step>: nothing is lost, and the
-    run writes them again.
+    Newer ones that do not match are renamed to damaged-checkpoint-<step>: nothing is lost, and the
+    run will write them again.
 
     Raises:
-        ValueError: if there are checkpoints, and all are refused.
+        ValueError: if there are checkpoints, but none matches.
     """
     refused: dict[Path, ManifestError] = {}
     for folder in reversed(checkpoints(output_dir)):
@@ -41,7 +46,7 @@ def newest_whole(output_dir: str | Path) -> Path | None:
             continue
         for damaged, error in refused.items():
             aside = _put_aside(damaged)
-            print(f"{error}: taking {folder.name} instead; {aside} is put aside", flush=True)
+            print(f"{error}: using {folder.name} instead; moved to {aside}", flush=True)
         return folder
     if refused:
         reasons = "; ".join(map(str, refused.values()))
@@ -49,7 +54,7 @@ def newest_whole(output_dir: str | Path) -> Path | None:
         also = (f", or resume unverified with --resume_from_checkpoint {x}" for x in unlisted)
         raise ValueError(
             f"output_dir {output_dir} holds no checkpoint that can be resumed: {reasons}. Delete "
-            f"them to begin again{next(also, '')}"
+            f"them to start over{next(also, '')}"
         )
     return None
 
@@ -63,13 +68,13 @@ def _put_aside(checkpoint: Path) -> Path:
 
 
 def check_asked(folder: Path) -> Path:
-    """A checkpoint that the user names; ValueError that names its first bad file.
+    """Check a checkpoint that the user names; raise ValueError naming its first bad file.
 
-    One without a manifest, as earlier versions wrote them, is taken if it looks complete.
+    One without a manifest, from an earlier version, is accepted if it looks complete.
     """
     if not (folder / "trainer_state.json").exists():
         raise ValueError(
-            f"resume_from_checkpoint {folder} is no complete checkpoint: it has no "
+            f"resume_from_checkpoint {folder} is not a complete checkpoint: it has no "
             "trainer_state.json"
         )
     try:
@@ -92,7 +97,7 @@ def _lacking(folder: Path) -> str | None:
 
 
 def _damaged_state(folder: Path) -> str | None:
-    """A sentence on the first file besides the weights that cannot be read."""
+    """A message about the first unreadable file other than the weights, or None."""
     path = folder / "trainer_state.json"
     try:
         TrainerState.load_from_json(str(path))
@@ -101,27 +106,30 @@ def _damaged_state(folder: Path) -> str | None:
             read_json(path)
         for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth"))):
             _check_archive(path)
-    # Of JSON, of its encoding, of fields that are missing or strange, and of archives.
-    except (ValueError, TypeError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        for path in (folder / shards.OPTIMIZER, folder / SHARDS):
+            if path.is_dir():
+                shards.check(path)
+    # Invalid JSON or encoding, missing or unexpected fields, and damaged archives.
+    except _DAMAGE as error:
         return str(error) if str(path) in str(error) else f"{path} is damaged: {error}"
     return None
 
 
 def _check_archive(path: Path) -> None:
-    """ValueError or BadZipFile unless a file of torch.save has the checksums that it holds."""
+    """Raise ValueError or BadZipFile unless a torch.save file matches its own checksums."""
     with zipfile.ZipFile(path) as archive:
         if (name := archive.testzip()) is not None:
             raise ValueError(f"its part {name} does not match its checksum")
 
 
 def describe_fresh_parts(folder: Path) -> str | None:
-    """What begins again because the checkpoint was saved without it, by save_only_model."""
+    """A message about state that starts fresh because save_only_model left it out, or None."""
     lacking = _lacking(folder)
-    return lacking and f"{lacking}: optimizer and learning rate begin again (save_only_model)"
+    return lacking and f"{lacking}: optimizer and learning rate start fresh (save_only_model)"
 
 
 def check_best(folder: Path) -> None:
-    """ValueError unless the checkpoint that `final` is to be is there and whole."""
+    """Raise ValueError unless the best checkpoint, the source of `final`, is complete."""
     problem = None if folder.is_dir() else f"{folder} is missing"
     try:
         if folder.is_dir():
@@ -133,12 +141,12 @@ def check_best(folder: Path) -> None:
     if problem is not None:
         raise ValueError(
             f"{problem}: it is the best checkpoint so far, which load_best_model_at_end makes the "
-            "final model. Bring it back, resume from an earlier one with --resume_from_checkpoint, "
-            "or set load_best_model_at_end to false"
+            "final model. Restore it, resume from an earlier one with --resume_from_checkpoint, or "
+            "set load_best_model_at_end to false"
         )
 
 
 def best_of(checkpoint: Path) -> Path | None:
-    """The best checkpoint so far as one knows it, wherever their folder is now."""
+    """The best checkpoint that a checkpoint records, even if their folder has moved."""
     best = read_object(checkpoint / "trainer_state.json").get("best_model_checkpoint")
     return None if best is None else checkpoint.parent / Path(best).name

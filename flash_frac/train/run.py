@@ -1,18 +1,20 @@
-"""From a recipe to a trained model."""
+"""Train the model of a recipe."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryFile
 from typing import Any
 
-from transformers import set_seed
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from flash_frac.beginning import beginning, set_beginning
@@ -20,43 +22,49 @@ from flash_frac.data import (
     LaneDataset,
     PackedDataset,
     check_vocabulary,
+    fingerprint_of,
     load_tokenizer,
     prepare,
     stream,
 )
 from flash_frac.files import read_object, write_text
+from flash_frac.lock import locked
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.loading import load_model
+from flash_frac.models.quantizing import is_quantized
 from flash_frac.provenance import provenance
 from flash_frac.train import checkpoint as checkpoints
 from flash_frac.train.arguments import ModelArguments
 from flash_frac.train.course import AlreadyTrained, saying_what_is_kept
-from flash_frac.train.lock import locked
+from flash_frac.train.heartbeat import Heartbeat, beating
+from flash_frac.train.others import LEFT_OUT, describe_model
 from flash_frac.train.parallel import naming_lost_ranks, on_main
 from flash_frac.train.recipe import Recipe
 from flash_frac.train.resuming import check_asked, newest_whole
+from flash_frac.train.saving import finishing
 from flash_frac.train.trainer import FracTrainer
+from flash_frac.train.watching import draw_curves
 
 RUN_NAME = "run.json"
-# Settings that decide which sequences a step sees, and those that make the model: a run goes on
-# with the same ones only. Trainer changes use_cache, which is of no consequence here.
+# Settings that determine the sequences of a step, and the model: a run only resumes if they are
+# unchanged. Trainer changes use_cache, which does not matter here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
 _NOT_DATA = ("cache_dir", "add_bos_token")
-_MODEL_FIELDS = tuple(name for name in FracConfig.__annotations__ if name != "use_cache")
+_NOT_MODEL = ("use_cache",)
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves: the model, its tokenizer, the data and all logs.
+    """The result of a run: the model, its tokenizer, the data and all logs.
 
     Attributes:
         splits: `train` and `held_out`, token stores (or streams).
         history: the logs, each with its `step`.
-        final: the folder for `from_pretrained`.
-        is_main: whether this process is the one that writes and prints.
+        final: the folder of the final model, for `from_pretrained`.
+        is_main: whether this process writes files and prints.
     """
 
-    model: FracForCausalLM
+    model: Any
     tokenizer: Any
     splits: Any
     history: list[dict[str, Any]]
@@ -65,23 +73,32 @@ class TrainResult:
     is_main: bool
 
 
-def train(recipe: Recipe) -> TrainResult:
-    """Train by a recipe, or go on from its last checkpoint, and save the result.
+def train(recipe: Recipe, callbacks: Sequence[TrainerCallback] = ()) -> TrainResult:
+    """Train a recipe, or resume it from its last checkpoint, and save the result.
+
+    Args:
+        callbacks: transformers callbacks, called after flash-frac's own.
 
     Example:
         >>> result = train(load_recipe("small"))
         >>> result.model.generate(...)
     """
-    # Of loading and saving files; a bar for each would bury that of the run.
+    # Progress bars for loading and saving files would bury that of the run.
     logging.disable_progress_bar()
     output_dir = _output_folder(recipe)
-    with naming_lost_ranks(recipe.training), ExitStack() as stack:
-        on_main(recipe.training, lambda: stack.enter_context(locked(output_dir)))
-        return _run(recipe, output_dir)
+    args = recipe.training
+    with naming_lost_ranks(args), beating(args) as heart, ExitStack() as stack:
+        on_main(args, lambda: stack.enter_context(locked(output_dir)))
+        return _run(recipe, output_dir, callbacks, heart)
 
 
-def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
-    """`train`, in a folder that no other run writes to."""
+def _run(
+    recipe: Recipe,
+    output_dir: Path,
+    callbacks: Sequence[TrainerCallback],
+    heart: Heartbeat | None,
+) -> TrainResult:
+    """Do the work of `train` once output_dir is locked."""
     args = recipe.training
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     set_beginning(tokenizer, recipe.data.add_bos_token)
@@ -89,9 +106,11 @@ def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
     model = build_model(recipe.model, tokenizer)
     order = _order(recipe, tokenizer)
     resume = on_main(args, lambda: _resume_point(recipe, order, model.config, output_dir))
-    # The first process tokenises; the others find its cache.
-    with saying_what_is_kept(args), args.main_process_first(desc="tokenising"):
-        splits, train_dataset, eval_dataset = build_data(recipe, tokenizer)
+    with saying_what_is_kept(args):
+        build = partial(build_data, recipe, tokenizer)
+        # One process tokenises, and the others read its cache.
+        splits, train_dataset, eval_dataset = heart.in_turn(build) if heart else build()
+    order["content"] = on_main(args, lambda: _content(recipe, splits, resume, output_dir))
     _check_size(recipe, train_dataset)
     trainer = FracTrainer(
         model,
@@ -100,12 +119,16 @@ def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
     )
+    for callback in callbacks:
+        trainer.add_callback(callback)
     if args.should_save:
         checkpoints.clear_leftovers(output_dir)
         _write_run(recipe, order, model, output_dir / RUN_NAME)
         print(_describe(model, splits, None if resume else output_dir), flush=True)
-    with saying_what_is_kept(args, trainer):
+    with saying_what_is_kept(args, trainer), finishing(trainer.saver):
         final = _train(trainer, resume, output_dir)
+    if args.should_save and (why := draw_curves(output_dir)) is not None:
+        print(why, flush=True)
     history = trainer.state.log_history
     return TrainResult(
         trainer.frac_model(), tokenizer, splits, history, output_dir, final, args.should_save
@@ -113,20 +136,20 @@ def _run(recipe: Recipe, output_dir: Path) -> TrainResult:
 
 
 def _train(trainer: FracTrainer, resume: Path | None, output_dir: Path) -> Path:
-    """All steps that are left, the last evaluation if it is wanted, and the final model."""
+    """Run the remaining steps and the last evaluation; save the final model and return its path."""
     args = trainer.args
     try:
         trainer.train_from(resume)
     except AlreadyTrained:
         if args.should_save:
             print(f"This run is finished: {resume} is its last checkpoint", flush=True)
-            # It may have been killed between its last checkpoint and this.
+            # The run may have been killed after its last checkpoint, before this line.
             best = trainer.state.best_model_checkpoint
             checkpoints.rotate(output_dir, args.save_total_limit, best)
         trainer.load_best()
     except UnpicklingError as error:
         raise ValueError(
-            f"{resume} is refused: a file of torch in it is damaged or holds code, which is not run"
+            f"{resume} is refused: a torch file in it is damaged, or holds code, which is not run"
         ) from error
     seen = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     wanted = trainer.eval_dataset is not None and args.eval_strategy != "no"
@@ -135,27 +158,31 @@ def _train(trainer: FracTrainer, resume: Path | None, output_dir: Path) -> Path:
     return trainer.save_final()
 
 
-def _describe(model: FracForCausalLM, splits: Any, new: Path | None) -> str:
-    """What begins, for the console; `new` is the folder of a run that does not resume."""
-    # In the order in which they first come.
-    mixers = Counter(model.config.mixer_types).items()
-    layers = ", ".join(f"{count} {name}" for name, count in mixers)
-    lines = [f"Model: {model.num_parameters():,} parameters, layers: {layers}"]
+def _describe(model: Any, splits: Any, new: Path | None) -> str:
+    """The console's summary of a starting run; `new` is the folder of one that does not resume."""
+    lines = [f"Model: {describe_model(model.config, model.num_parameters())}"]
+    if not isinstance(model, FracForCausalLM):
+        lines.append(LEFT_OUT)
     for name, store in (("Training text", splits.train), ("Held out", splits.held_out)):
-        # A stream counts neither.
+        # Streams have no counts.
         if hasattr(store, "num_tokens"):
             documents = f"{store.num_documents:,} document{'s' * (store.num_documents != 1)}"
             lines.append(f"{name}: {store.num_tokens:,} tokens in {documents}")
     return "\n".join([*lines, *([f"New run in {new}"] if new else [])])
 
 
-def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
-    """The model of a recipe, its special tokens those of the tokenizer."""
+def build_model(arguments: ModelArguments, tokenizer: Any) -> Any:
+    """The model of a recipe; a fresh one gets the tokenizer's special tokens."""
     if arguments.model_name_or_path is not None:
         model = load_model(arguments.model_name_or_path, argument="model_name_or_path")
         if not isinstance(model, FracForCausalLM):
             raise ValueError(
                 f"model_name_or_path must be a Frac language model, got {type(model).__name__}"
+            )
+        if is_quantized(model):
+            raise ValueError(
+                f"model_name_or_path {arguments.model_name_or_path} has quantised weights, which "
+                "have no gradient; name the checkpoint that they were made from"
             )
         check_vocabulary(tokenizer, model.config.vocab_size)
         return model
@@ -163,11 +190,13 @@ def build_model(arguments: ModelArguments, tokenizer: Any) -> FracForCausalLM:
     check_vocabulary(tokenizer, config.vocab_size)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))
-    return FracForCausalLM(config)
+    if isinstance(config, FracConfig):
+        return FracForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def build_data(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """The splits of a recipe's text, and the datasets to train and to evaluate on."""
+    """The splits of a recipe's text, the training dataset and the evaluation dataset."""
     data, args = recipe.data, recipe.training
     length = data.sequence_length
     if data.streaming:
@@ -181,6 +210,12 @@ def build_data(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any, Any]:
         )
         return streams, streams.train, streams.held_out
     splits = prepare(data, tokenizer, seed=args.seed, progress=not args.disable_tqdm)
+    if splits.held_out is None and args.eval_strategy != "no":
+        # The recipe has already refused this for text files.
+        raise ValueError(
+            f"eval_strategy is set, but {data.prepared_data} has no held-out documents: prepare "
+            "the data with --held-out-documents, or set eval_strategy to 'no'"
+        )
     held_out = splits.held_out and PackedDataset(splits.held_out, length, keep_tail=True)
     if not data.stateful:
         return splits, PackedDataset(splits.train, length), held_out
@@ -197,7 +232,7 @@ def _check_size(recipe: Recipe, dataset: Any) -> None:
     if len(dataset) < batch:
         raise ValueError(
             f"the training text gives {len(dataset)} sequences of {recipe.data.sequence_length} "
-            f"tokens, fewer than one batch of {batch}: bring more text, or lower sequence_length "
+            f"tokens, fewer than one batch of {batch}: add more text, or lower sequence_length "
             "or per_device_train_batch_size"
         )
 
@@ -206,7 +241,7 @@ def _output_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.training.output_dir or "trainer_output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Without a name, so that a process that is killed leaves none.
+        # An unnamed file, so that a killed process leaves nothing behind.
         TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written to: {error}") from error
@@ -214,9 +249,9 @@ def _output_folder(recipe: Recipe) -> Path:
 
 
 def _resume_point(
-    recipe: Recipe, order: dict[str, Any], config: FracConfig, folder: Path
+    recipe: Recipe, order: dict[str, Any], config: PreTrainedConfig, folder: Path
 ) -> Path | None:
-    """The checkpoint to go on from, if this folder holds one of the same run."""
+    """The checkpoint to resume from, if the folder holds one of the same run."""
     asked = recipe.training.resume_from_checkpoint
     if asked is not None:
         return check_asked(Path(asked))
@@ -224,18 +259,42 @@ def _resume_point(
     if last is None or not (folder / RUN_NAME).exists():
         return newest_whole(folder)
     before = _settings_of_run(folder / RUN_NAME)
-    # The content of a configuration counts and not its path, which is another on other machines.
-    now = {name: getattr(config, name) for name in _MODEL_FIELDS} | order
+    # Compare the content of the configuration, not its path, which differs between machines.
+    now = _model_settings(config) | order
     changed = [
         f"{key} {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]
     ]
     if changed:
         raise ValueError(
             f"output_dir {folder} holds a run with other settings ({'; '.join(changed)}) in its "
-            f"{RUN_NAME}: choose another output_dir, or resume it all the same with "
+            f"{RUN_NAME}: choose another output_dir, or resume it anyway with "
             f"--resume_from_checkpoint {last}"
         )
     return newest_whole(folder)
+
+
+def _content(recipe: Recipe, splits: Any, resume: Path | None, folder: Path) -> str | None:
+    """What identifies the training text, which must not change when a run resumes.
+
+    Runs of earlier versions did not record it, so theirs is not compared.
+    """
+    content, record = splits.content, folder / RUN_NAME
+    if resume is None or recipe.training.resume_from_checkpoint or not record.exists():
+        return content
+    if _settings_of_run(record).get("content", content) != content:
+        name = "dataset_name" if recipe.data.data_files is None else "data_files"
+        raise ValueError(
+            f"output_dir {folder} holds a run on other training text: the content of {name} or the "
+            f"tokenizer has changed since {RUN_NAME} was written. Restore it, choose another "
+            f"output_dir, or resume on the new text with --resume_from_checkpoint {resume}"
+        )
+    return content
+
+
+def _model_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """The configuration fields that define the model, as JSON values."""
+    names = [name for name in type(config).__annotations__ if name not in _NOT_MODEL]
+    return json.loads(json.dumps({name: getattr(config, name) for name in names}, default=str))
 
 
 def _settings_of_run(path: Path) -> dict[str, Any]:
@@ -243,29 +302,32 @@ def _settings_of_run(path: Path) -> dict[str, Any]:
         written = read_object(path, {"model": dict, "order": dict})
     except ValueError as error:
         raise ValueError(
-            f"{error}; it says which settings the run has: restore it, or delete it to resume "
-            "without a comparison"
+            f"{error}; it records the settings of the run: restore it, or delete it to resume "
+            "without comparing them"
         ) from error
     return {**written["model"], **written["order"]}
 
 
 def _order(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
-    """All settings but the model's that decide which sequences it sees in which step."""
+    """All settings that determine which sequences each step sees, and the initial weights."""
     data = {k: v for k, v in dataclasses.asdict(recipe.data).items() if k not in _NOT_DATA}
-    # Instead of add_bos_token; None as in runs that were written before there was any.
+    # Replaces add_bos_token; None equals runs of versions that did not record it.
     data["beginning"] = beginning(tokenizer) or None
+    if recipe.data.prepared_data is not None:
+        # Compare its content: its path may differ on another machine.
+        data["prepared_data"] = fingerprint_of(recipe.data.prepared_data)
     args = recipe.training
     fixed = {name: getattr(args, name) for name in _FIXED}
     parallel = {"processes": args.world_size, "context_parallel_size": args.context_parallel_size}
     if recipe.data.streaming:
-        # Every checkpoint has it beside the position in the stream, and cannot do without.
+        # Every checkpoint of a stream records it with its position, and `Reading` compares it.
         del parallel["processes"]
     start = {"model_name_or_path": recipe.model.model_name_or_path}
     return {**start, **data, **fixed, **parallel}
 
 
-def _write_run(recipe: Recipe, order: dict[str, Any], model: FracForCausalLM, path: Path) -> None:
-    """The resolved recipe, versions and commit, for whoever wants to repeat the run."""
+def _write_run(recipe: Recipe, order: dict[str, Any], model: Any, path: Path) -> None:
+    """Write the resolved recipe, versions and commit, so that the run can be reproduced."""
     content = {
         "recipe": recipe.as_dict(),
         "order": order,

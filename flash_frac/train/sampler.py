@@ -1,4 +1,4 @@
-"""Which sequences a batch holds: a function of seed and epoch alone."""
+"""Samplers whose order depends on seed and epoch alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.data import Dataset, Sampler
 class EpochOrder(Sampler[int]):
     """Indices of a dataset in full batches, each batch `repeats` times in a row.
 
-    Processes take batches in turn, so that with `repeats` = n each n of them get the same batch:
-    the ranks that share a sequence. The order is a function of (seed, epoch), whatever ran before:
-    a run that resumes finds it again.
+    Processes take batches in turn, so with `repeats` = n each n of them get the same batch: the
+    ranks that share a sequence. The order depends only on (seed, epoch), so a run that resumes
+    repeats it.
 
     Args:
-        size: how many items there are; those that fill no batch are left out of the epoch.
+        size: number of items; those of an incomplete last batch are left out of the epoch.
         seed: None keeps the items in order.
     """
 
@@ -26,7 +26,7 @@ class EpochOrder(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
+        """Select the epoch whose order is used."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -43,9 +43,9 @@ class EpochOrder(Sampler[int]):
 
 
 class EvalShard(Dataset[Any]):
-    """The items of one of n processes: as many for each, with filled-up ones that predict nothing.
+    """The items of one of n processes, padded with items without labels to the same number for all.
 
-    Processes must make the same number of forward passes where these exchange tensors.
+    Processes that exchange tensors in the forward pass must all run the same number of them.
     """
 
     def __init__(self, dataset: Any, rank: int, count: int) -> None:

@@ -1,7 +1,7 @@
 """Truncated back-propagation through time: states carried from one batch to the next.
 
-A batch holds the next segment of every lane, packed in one row. The first sequence of a lane goes
-on where its last one stopped; all others begin afresh.
+A batch holds the next segment of every lane, packed in one row. The first sequence of a lane
+continues where its last one stopped; all others start with empty states.
 Letters: b lanes, N sequences of a batch, W window of sliding attention.
 """
 
@@ -20,11 +20,12 @@ from flash_frac.models.lanes import LaneCache, LaneWindows
 
 
 class CarriedStates:
-    """What all layers remember at the end of each lane, cut off from the graph.
+    """The states of all layers at the end of each lane, detached from the graph.
 
     Attributes:
-        states: of frac and delta layers, by number of the layer.
-        windows: of sliding layers, the last W - 1 tokens; None if there are none, or none yet.
+        states: states of frac and delta layers, by layer number.
+        windows: the last W - 1 tokens of sliding layers; None if there are no such layers or no
+            batch yet.
     """
 
     def __init__(self, config: FracConfig) -> None:
@@ -32,25 +33,24 @@ class CarriedStates:
         if full:
             raise ValueError(
                 f"stateful must be false for a model with full attention (layers {full}), whose "
-                "keys and values have no fixed size to carry; use sliding_attention, or set "
-                "stateful to false"
+                "KV cache grows without limit; use sliding_attention, or set stateful to false"
             )
         self.config = config
         self.states: dict[int, MixerState] = {}
         self.windows: LaneWindows | None = None
 
     def cache(self, first_sequence: Tensor, num_sequences: int) -> LaneCache:
-        """A cache of the N sequences of a batch, before their first token.
+        """The cache for the N sequences of a batch, before their first token.
 
         Args:
-            first_sequence: (b,), index of the first sequence of each lane.
+            first_sequence: (b,), index of the first sequence in each lane.
         """
         lanes = {state.batch_size for state in self.states.values()}
         lanes |= set() if self.windows is None else {self.windows.seen.shape[0]}
         for num in lanes - {first_sequence.shape[0]}:
             raise ValueError(
-                f"the states of {num} lanes were carried, but this batch has "
-                f"{first_sequence.shape[0]}: keep per_device_train_batch_size as it was"
+                f"the carried states have {num} lanes, but this batch has "
+                f"{first_sequence.shape[0]}: do not change per_device_train_batch_size"
             )
         cache = LaneCache(self.config, first_sequence, self.windows)
         for n, state in self.states.items():
@@ -62,7 +62,7 @@ class CarriedStates:
         return cache
 
     def keep(self, cache: LaneCache, num_sequences: int) -> None:
-        """Take what each lane ends with from the cache that a forward pass returned."""
+        """Keep the final state of each lane from the cache that a forward pass returned."""
         first = cache.first_sequence
         after = torch.cat([first[1:], first.new_tensor([num_sequences])])
         with torch.no_grad():
@@ -72,7 +72,7 @@ class CarriedStates:
             self.windows = cache.windows_after.detach()
 
     def save(self, path: Path) -> None:
-        """Write all of it; an empty file if there is nothing yet."""
+        """Write all states; the file has no tensors before the first batch."""
         tensors = {}
         for n, state in self.states.items():
             tensors |= {f"{n}.recurrent": state.recurrent, f"{n}.conv": state.conv}
@@ -83,11 +83,11 @@ class CarriedStates:
         save_file({name: x.contiguous() for name, x in tensors.items()}, path)
 
     def load(self, path: Path, device: torch.device) -> None:
-        """Read what `save` has written; ValueError that names the file if it is missing."""
+        """Read the file of `save`; raise ValueError naming it if it is missing."""
         if not path.exists():
             raise ValueError(
-                f"{path} is missing: the checkpoint is incomplete, or trained without stateful; "
-                "set stateful to false, or begin with its weights alone by model_name_or_path"
+                f"{path} is missing: the checkpoint is incomplete, or made without stateful; "
+                "set stateful to false, or start from its weights with model_name_or_path"
             )
         tensors = load_file(path, device=str(device))
 

@@ -1,4 +1,4 @@
-"""What several of these tests need."""
+"""Helpers for the data tests."""
 
 import numpy as np
 

@@ -7,6 +7,7 @@ from flash_frac.data import DataArguments
 
 FILES = {"data_files": ["a.txt"]}
 HUB = {"dataset_name": "user/books"}
+PREPARED = {"prepared_data": "tokens"}
 STREAM = HUB | {"streaming": True}
 
 
@@ -17,7 +18,7 @@ def test_command_line():
     assert arguments == DataArguments(
         data_files=["a.txt", "b"], sequence_length=64, separate_documents=True, held_out=0.2
     )
-    assert "Share of the documents" in parser.format_help()
+    assert "Fraction of the documents" in parser.format_help()
     (arguments,) = parser.parse_dict({**HUB, "streaming": True})
     assert arguments.streaming and arguments.data_files is None
 
@@ -33,8 +34,16 @@ def test_defaults():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({}, "exactly one of data_files and dataset_name.*neither"),
-        (FILES | HUB, "exactly one of data_files and dataset_name.*both"),
+        ({}, "exactly one of data_files, prepared_data and dataset_name .*got none"),
+        (FILES | HUB, "exactly one of .*got data_files and dataset_name"),
+        (FILES | PREPARED, "exactly one of .*got data_files and prepared_data"),
+        (PREPARED | {"held_out": 0.1}, "held_out is 0.1, but prepared_data is already split"),
+        (PREPARED | {"held_out": 0.0}, "held_out is 0.0, but prepared_data"),
+        (PREPARED | {"held_out_files": ["a"]}, "leave held_out_files out, or prepare"),
+        (PREPARED | {"held_out_documents": 8}, "leave held_out_documents out, or prepare"),
+        (PREPARED | {"text_field": "body"}, "text_field is 'body', but prepared_data is"),
+        (PREPARED | {"streaming": True}, "streaming is for a hub dataset, but prepared_data was"),
+        (PREPARED | {"shuffle_buffer": 8}, "shuffle_buffer is for a stream"),
         ({"data_files": []}, "data_files must hold at least one path"),
         ({"data_files": "a.txt"}, r"data_files must be a list.*'a\.txt': write \[a\.txt\]"),
         (FILES | {"held_out_files": []}, "held_out_files must hold at least one"),
@@ -45,23 +54,23 @@ def test_defaults():
         (FILES | {"tokenizer": ""}, "tokenizer must be 'bytes'"),
         (FILES | {"sequence_length": 0}, "sequence_length must be a whole number above 0, got 0"),
         (FILES | {"sequence_length": 1.5}, r"sequence_length.*got 1\.5"),
-        (FILES | {"held_out": 1.0}, r"held_out must be a number in \[0, 1\).*got 1\.0"),
+        (FILES | {"held_out": 1.0}, r"held_out must be a fraction .* in \[0, 1\).*got 1\.0"),
         (FILES | {"held_out": -0.1}, r"held_out .*got -0\.1"),
         (FILES | {"held_out": "1e-2"}, "held_out .*got '1e-2'; .*decimal point"),
         (FILES | {"held_out": float("nan")}, "held_out .*got nan"),
-        (FILES | {"stateful": True}, "stateful needs documents apart: set separate_documents"),
+        (FILES | {"stateful": True}, "stateful needs separate documents: set separate_documents"),
         (
             HUB | {"stateful": True, "separate_documents": True, "streaming": True},
             "stateful .*cannot be used with streaming",
         ),
-        (STREAM | {"held_out": 0.1}, r"held_out is a share \(0\.1\).*set held_out_documents"),
+        (STREAM | {"held_out": 0.1}, r"held_out \(0\.1\) is a fraction.*set held_out_documents"),
         (FILES | {"held_out_documents": 8}, "held_out_documents is for a stream: set streaming"),
         (HUB | {"shuffle_buffer": 8}, "shuffle_buffer is for a stream.*or shuffle_buffer to 0"),
         (STREAM | {"shuffle_buffer": -1}, "shuffle_buffer must be a whole number.*got -1"),
         (STREAM | {"held_out_documents": 0.1}, r"held_out_documents must be a whole.*got 0\.1"),
         (
             STREAM | {"held_out_documents": 8, "held_out_files": ["a"]},
-            "held_out_documents and held_out_files exclude each other",
+            "held_out_documents and held_out_files cannot be combined; set one",
         ),
     ],
 )

@@ -134,7 +134,10 @@ def test_held_out_files(arguments, tmp_path):
 def test_empty_splits_are_errors(arguments, tmp_path):
     train = next(t for t in TEXTS if not is_held_out(t, seed=0, share=0.1))
     held = next(t for t in TEXTS if is_held_out(t, seed=0, share=0.1))
-    for text, message in [(train, "none of 1 documents fell in it"), (held, "all of 1 documents")]:
+    for text, message in [
+        (train, "selects none of 1 documents"),
+        (held, "selects all 1 documents"),
+    ]:
         one = write_jsonl(tmp_path / "one.jsonl", [text])
         with pytest.raises(ValueError, match=rf"held_out is 0\.1.*{message}.*set held_out to 0"):
             run(replace(arguments, data_files=[one]))
@@ -261,14 +264,14 @@ def test_the_advice_on_a_damaged_entry_works(arguments, split):
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[0] ^= 1
     (folder / "tokens.bin").write_bytes(content)
-    advice = rf"{folder}/tokens\.bin is damaged.*; delete (\S+), and it will be made again"
+    advice = rf"{folder}/tokens\.bin is damaged.*; delete (\S+) to have it written again"
     with pytest.raises(ValueError, match=advice):
         run(arguments)
     # Half of it is not enough, and the advice stays true.
     shutil.rmtree(folder)
-    with pytest.raises(ValueError, match=r"; delete (\S+), and") as caught:
+    with pytest.raises(ValueError, match=r"; delete (\S+) to have") as caught:
         run(arguments)
-    shutil.rmtree(re.search(r"; delete (\S+), and", str(caught.value))[1])
+    shutil.rmtree(re.search(r"; delete (\S+) to have", str(caught.value))[1])
     assert read(run(arguments).train) == texts
 
 

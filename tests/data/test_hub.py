@@ -1,8 +1,9 @@
-"""Hub datasets, by a folder that `load_dataset` takes for one; nothing is downloaded."""
+"""Hub datasets, from a local folder that `load_dataset` accepts; nothing is downloaded."""
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -75,11 +76,23 @@ def shuffled(name, seed=1):
 @pytest.mark.parametrize("parts", [1, 2, 4, 3])
 @pytest.mark.parametrize("make", [lambda name: HubDocuments(name, streaming=True), shuffled])
 def test_parts_have_each_document_once(name, parts, make):
-    """By shards where these come out even, and else by rows."""
+    """By shards if there are enough, and else by rows."""
     documents = make(name)
     read = [[text for _, text in documents.read(part=k, parts=parts)] for k in range(parts)]
     assert sorted(chain.from_iterable(read)) == sorted(TEXTS)
     assert max(map(len, read)) - min(map(len, read)) <= 4
+
+
+@pytest.mark.parametrize("make", [lambda name: HubDocuments(name, streaming=True), shuffled])
+def test_uneven_parts_read_their_own_shards_only(name, make):
+    lines = "".join(json.dumps({"text": f"more {i}", "n": 1}) + "\n" for i in range(7))
+    (Path(name) / "part2.jsonl").write_text(lines)
+    documents = make(name)
+    shards = [set(TEXTS[:150]), set(TEXTS[150:]), {f"more {i}" for i in range(7)}]
+    read = [[text for _, text in documents.read(part=k, parts=2)] for k in range(2)]
+    assert Counter(chain.from_iterable(read)) == Counter(set().union(*shards))
+    sources = [[k for k in range(3) if shards[k] & set(texts)] for texts in read]
+    assert sorted(map(len, sources)) == [1, 2]
 
 
 def test_a_shuffled_stream_has_another_order_in_each_pass(name):
@@ -105,7 +118,7 @@ def test_a_part_is_read_on_from_any_position(name, make, parts):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_wrong_column(name, streaming):
-    with pytest.raises(ValueError, match=r"no column 'body' \(there: .*text.*set text_field"):
+    with pytest.raises(ValueError, match=r"no column 'body', only .*text.*; set text_field"):
         list(HubDocuments(name, streaming=streaming, text_field="body"))
     with pytest.raises(ValueError, match=r"row 1: the field 'n' must be text, got int"):
         list(HubDocuments(name, streaming=streaming, text_field="n"))
@@ -168,7 +181,7 @@ def test_reading_everything_is_said(name, ranks, said):
     with mock.patch.object(streaming.logger, "warning") as warning:
         for rank in range(ranks):
             next(iter(make_stream(name, rank=rank, ranks=ranks)))
-    text = "has 2 shards, which 3 ranks x 1 dataloader workers do not divide"
+    text = "has 2 shards, fewer than 3 ranks x 1 dataloader workers"
     assert [text in str(call) for call in warning.mock_calls] == [True] * said
 
 

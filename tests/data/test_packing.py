@@ -60,7 +60,7 @@ def test_bounds(tmp_path):
     for index in (2, -3):
         with pytest.raises(IndexError, match=f"index {index} is outside a dataset of 2"):
             dataset[index]
-    with pytest.raises(ValueError, match=r"sequence_length is 5.*holds only 4 tokens.*shorten"):
+    with pytest.raises(ValueError, match=r"sequence_length is 5.*holds only 4 tokens.*lower"):
         PackedDataset(store, 5)
     assert len(PackedDataset(store, 5, keep_tail=True)) == 1
     with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):

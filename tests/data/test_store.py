@@ -47,12 +47,12 @@ def test_a_worker_reopens_it(tmp_path):
 
 
 def test_unfinished(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere is no whole token store: .*meta\.json"):
+    with pytest.raises(ValueError, match=r"nowhere is not a complete token store: .*meta\.json"):
         TokenStore(tmp_path / "nowhere")
     writer = StoreWriter(tmp_path / "half", np.dtype("<u2"))
     writer.write(np.arange(5), ends=True)
     writer.abandon()
-    with pytest.raises(ValueError, match="half is no whole token store"):
+    with pytest.raises(ValueError, match="half is not a complete token store"):
         TokenStore(tmp_path / "half")
 
 
@@ -93,10 +93,16 @@ NONSENSE = {
     "objects": (lambda x: change_meta(x, dtype="O"), "meta.json has dtype 'O', this version"),
     "big-endian": (lambda x: change_meta(x, dtype=">u2"), "meta.json has dtype"),
     "list": (lambda x: change_meta(x, dtype=["<u2"]), "meta.json has dtype"),
-    "count": (lambda x: change_meta(x, num_tokens="9"), "meta.json has no whole number num_tokens"),
+    "count": (
+        lambda x: change_meta(x, num_tokens="9"),
+        "meta.json needs a whole number as num_tokens",
+    ),
     "format": (lambda x: change_meta(x, format=99), "meta.json has format 99, this version reads"),
     "cut meta": (lambda x: change_bytes(x, "meta.json", lambda y: y[:9]), "meta.json is not JSON"),
-    "other JSON": (lambda x: (x / "meta.json").write_text("[1]"), "meta.json must be an object"),
+    "other JSON": (
+        lambda x: (x / "meta.json").write_text("[1]"),
+        "meta.json must be a JSON object",
+    ),
 }
 
 
@@ -105,8 +111,8 @@ def test_damage_is_named(tmp_path, how):
     folder = make_store(tmp_path / "s", [[3, 4], [5], [6, 7, 8]]).folder
     damage, message = {**DAMAGED, **NONSENSE}[how]
     damage(folder)
-    with pytest.raises(ValueError, match=rf"s is no whole token store: .*({message})"):
+    with pytest.raises(ValueError, match=rf"s is not a complete token store: .*({message})"):
         TokenStore(folder)
     if how in NONSENSE:
-        with pytest.raises(ValueError, match=rf"s is no whole token store: .*({message})"):
+        with pytest.raises(ValueError, match=rf"s is not a complete token store: .*({message})"):
             TokenStore(folder, check=False)

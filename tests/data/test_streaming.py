@@ -73,5 +73,5 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="sequence_length must be at least 1"):
         StreamingDataset(TEXTS, byte_tokenizer(), 0)
     nothing = StreamingDataset(["a"], byte_tokenizer(), 4, rank=1, ranks=2, endless=True)
-    with pytest.raises(ValueError, match="reader 2 of 2 has no document to train on: start fewer"):
+    with pytest.raises(ValueError, match="reader 2 of 2 has no document to train on: use fewer"):
         next(iter(nothing))

@@ -1,4 +1,4 @@
-"""The embedded text: what is in it, and how it is split."""
+"""The embedded text: its content, and how it is split."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Figures from numbers that were made up."""
+"""The quickstart's figures, from made-up numbers."""
 
 import numpy as np
 import pytest

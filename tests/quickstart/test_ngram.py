@@ -56,7 +56,7 @@ def test_errors():
         ByteNgram(b"ab")
     with pytest.raises(ValueError, match="at least one byte"):
         ByteNgram(TEXT).bits_per_byte(b"")
-    with pytest.raises(ValueError, match="uint8, got int64"):
+    with pytest.raises(ValueError, match="uint8 array, got int64"):
         ByteNgram(np.arange(10))
 
 

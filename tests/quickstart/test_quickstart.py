@@ -1,4 +1,4 @@
-"""The whole quickstart, on the beginnings of the addresses and for a few steps."""
+"""The whole quickstart, on shortened addresses and for a few steps."""
 
 import json
 import math
@@ -45,6 +45,8 @@ def test_everything_is_there(short_addresses, tmp_path, monkeypatch, capsys):
         assert (folder / name).stat().st_size > 0
     printed = capsys.readouterr().out
     assert "trigram" in printed and str(folder) in printed and results["sample"] in printed
+    for command in (f"chat {folder}/final", f"inspect {folder}/final", f"train {folder}/recipe"):
+        assert f"  frac {command}" in printed
 
     model = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
@@ -73,7 +75,7 @@ def assert_memory_is_measured(model, lags, trained, untrained):
 def test_another_run_is_left_alone(short_addresses, tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("max_steps: 5\n")
     (tmp_path / "config.json").write_text("mine")
-    with pytest.raises(ValueError, match="holds something else already, and nothing was written"):
+    with pytest.raises(ValueError, match="already holds something else, so nothing was written"):
         quickstart.run(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "recipe.yaml"]
     assert (tmp_path / "config.json").read_text() == "mine"

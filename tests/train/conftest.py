@@ -1,8 +1,16 @@
-"""A small text and a small model, to train in a second."""
+"""A small text and a small model that train in a second."""
 
 import pytest
 
-from tests.train.runs import make_recipe, make_text
+from flash_frac.train import run
+from tests.train.runs import make_recipe, make_text, no_curves
+
+
+@pytest.fixture(autouse=True)
+def quick_end(request, monkeypatch):
+    """Leave out the figure at the end of a run, where it is not what is tested."""
+    if request.path.name != "test_watching.py":
+        monkeypatch.setattr(run, "draw_curves", no_curves)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, and what they left in their folders."""
+"""Training runs in separate processes, and the contents of their folders."""
 
 import json
 import multiprocessing
@@ -8,12 +8,15 @@ import resource
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from flash_frac.cli import main
+from flash_frac.train import run
 from flash_frac.train.monitor import LOG_NAME, read_lines
 
 # Its processes are copies of one that has all modules loaded, which takes seconds each time.
@@ -31,6 +34,10 @@ TINY = {
     "frac_tau_max": 1024.0,
     "fuse_linear_cross_entropy": True,
 }
+
+
+def no_curves(output_dir):
+    """Draw nothing: the figure takes half of the time of a small run."""
 
 
 def make_text(folder):
@@ -114,12 +121,19 @@ def _train(arguments, environment, file_size, output, before):
     os.environ.update({name: str(value) for name, value in environment.items()})
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.RLIM_INFINITY))
     torch.set_num_threads(1)
+    run.draw_curves = no_curves
     if before is not None:
         before()
     sys.argv = ["frac", "train", *arguments]
-    from flash_frac.cli import main
-
     main()
+
+
+def await_checkpoint(folder, step):
+    """Wait until a checkpoint is complete, which is written while the next steps are made."""
+    deadline = time.time() + 120
+    while not (Path(folder) / f"checkpoint-{step}").exists():
+        assert time.time() < deadline, f"no checkpoint-{step} in {folder}"
+        time.sleep(0.01)
 
 
 def losses(folder):

@@ -1,4 +1,4 @@
-"""With load_best_model_at_end, `final` is the best checkpoint whatever happened on the way."""
+"""With load_best_model_at_end, `final` is the best checkpoint even after interruptions."""
 
 import shutil
 

@@ -1,18 +1,24 @@
-"""Checkpoints that are incomplete or damaged: none is gone on from without a word."""
+"""Incomplete or damaged checkpoints: no run resumes from one silently."""
 
+import pickle
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from flash_frac.manifest import MANIFEST, check_manifest, write_manifest
 from flash_frac.train import FracTrainer, load_recipe, train
 from flash_frac.train.checkpoint import checkpoints, consolidate
 from flash_frac.train.resuming import newest_whole
+from flash_frac.train.shards import read_index
 from tests.commands import frac
 from tests.test_remote_code import Code
 from tests.train.runs import assert_same_weights, losses, weights
 
+OPTIMIZER = "optimizer_0/__0_0.distcp"
 STATEFUL = {"separate_documents": True, "stateful": True}
 
 
@@ -36,13 +42,13 @@ def empty(path):
 
 
 DAMAGES = [
-    (delete, "optimizer.pt", "is missing"),
+    (delete, OPTIMIZER, "is missing"),
     (delete, "scheduler.pt", "is missing"),
     (delete, "carried_0.safetensors", "is missing"),
     (delete, "rng_state.pth", "is missing"),
     (delete, MANIFEST, "is missing"),
     (flip, "model.safetensors", "is damaged"),
-    (flip, "optimizer.pt", "is damaged"),
+    (flip, OPTIMIZER, "is damaged"),
     (flip, "trainer_state.json", "is damaged"),
     (cut, "scheduler.pt", "is damaged"),
     (cut, MANIFEST, "is damaged"),
@@ -60,7 +66,7 @@ def stopped(write_recipe, tmp_path):
 def test_the_one_before_is_taken(stopped, tmp_path, capsys):
     path, whole = stopped
     for damage, name, problem in DAMAGES:
-        run = tmp_path / f"{damage.__name__}-{name}"
+        run = tmp_path / f"{damage.__name__}-{Path(name).name}"
         shutil.copytree(whole, run)
         shutil.rmtree(run / "checkpoint-6")
         shutil.rmtree(run / "final")
@@ -68,7 +74,7 @@ def test_the_one_before_is_taken(stopped, tmp_path, capsys):
         capsys.readouterr()
         train(load_recipe(path, ["--output_dir", str(run)]))
         said = capsys.readouterr().out
-        lines = [line for line in said.splitlines() if "taking checkpoint-2 instead" in line]
+        lines = [line for line in said.splitlines() if "using checkpoint-2 instead" in line]
         assert len(lines) == 1 and f"{run}/checkpoint-4/{name} {problem}" in lines[0], said
         assert f"Resuming from {run}/checkpoint-2 at step 3" in said
         assert losses(run) == losses(whole)
@@ -111,7 +117,7 @@ def test_checkpoints_of_earlier_versions(stopped):
     asked = ["train", path, "--max_steps", 7, "--resume_from_checkpoint", last]
     done = frac(*asked)
     assert done.returncode == 0 and f"{last} has no {MANIFEST}: its files cannot" in done.stdout
-    delete(last / "optimizer.pt")
+    shutil.rmtree(last / "optimizer_0")
     done = frac(*asked)
     assert done.returncode == 1 and f"{last}/optimizer* is missing" in done.stderr
 
@@ -122,7 +128,9 @@ def test_checkpoints_of_earlier_versions(stopped):
         (delete, "carried_0.safetensors"),
         (delete, "rng_state.pth"),
         (cut, "scheduler.pt"),
-        (flip, "optimizer.pt"),
+        (flip, OPTIMIZER),
+        (delete, OPTIMIZER),
+        (cut, "optimizer_0/.metadata"),
         (cut, "rng_state.pth"),
         (cut, "config.json"),
         (empty, "trainer_state.json"),
@@ -139,25 +147,49 @@ def test_damage_is_named_without_a_manifest(stopped, damage, name):
     assert str(last / name).replace(".pth", "") in done.stderr, done.stderr
 
 
-def test_code_in_an_optimizer_is_not_run(stopped, tmp_path):
+def code_in_a_file_of_torch(folder, code):
+    """As earlier versions wrote it."""
+    shutil.rmtree(folder / "optimizer_0")
+    torch.save({"code": code}, folder / "optimizer.pt")
+
+
+def code_in_an_index(folder, code):
+    (folder / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(code))
+
+
+def code_in_a_value(folder, code):
+    """In the place of the first value that is no tensor."""
+    parts = folder / "optimizer_0"
+    state = {"optimizer": {"param_groups": [{"lr": code}]}}
+    state_dict_saver.save(state, checkpoint_id=parts / "other", no_dist=True)
+    index, other = read_index(parts), read_index(parts / "other")
+    (place,) = other.storage_data
+    value = next(x for x in other.storage_data.values())
+    index.storage_data[place] = replace(value, relative_path=f"other/{value.relative_path}")
+    with (parts / ".metadata").open("wb") as file:
+        pickle.dump(index, file)
+
+
+@pytest.mark.parametrize("put", [code_in_a_file_of_torch, code_in_an_index, code_in_a_value])
+def test_code_in_an_optimizer_is_not_run(stopped, tmp_path, put):
     path, run = stopped
     last, mark = run / "checkpoint-6", tmp_path / "the code has run"
-    torch.save({"code": Code(mark)}, last / "optimizer.pt")
+    put(last, Code(mark))
     write_manifest(last)
     done = frac("train", path, "--max_steps", 7)
     assert done.returncode == 1 and "Traceback" not in done.stderr and not mark.exists()
-    assert f"{last} is refused: a file of torch in it" in done.stderr
+    assert f"{last} is refused: a torch file in it" in done.stderr
 
 
 def test_a_trainer_of_ones_own_verifies_too(stopped):
     path, run = stopped
     recipe = load_recipe(path)
-    flip(run / "checkpoint-6" / "optimizer.pt")
+    flip(run / "checkpoint-6" / OPTIMIZER)
     result = train(load_recipe(path, ["--output_dir", str(run / "other"), "--max_steps", "2"]))
     trainer = FracTrainer(
         result.model, recipe, tokenizer=result.tokenizer, train_dataset=[0, 0, 0, 0]
     )
-    with pytest.raises(ValueError, match=r"optimizer.pt is damaged"):
+    with pytest.raises(ValueError, match=r"__0_0.distcp is damaged"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-6"))
 
 
@@ -165,7 +197,7 @@ def test_what_save_only_model_leaves_out_is_told(write_recipe, tmp_path):
     train(load_recipe(write_recipe(save_only_model=True, eval_strategy="no", max_steps=2)))
     done = frac("train", tmp_path / "recipe.yaml", "--max_steps", 3)
     assert done.returncode == 0, done.stderr
-    assert "optimizer and learning rate begin again (save_only_model)" in done.stdout
+    assert "optimizer and learning rate start fresh (save_only_model)" in done.stdout
 
 
 def test_final_has_a_manifest(stopped):

@@ -1,4 +1,4 @@
-"""Records of a run that are damaged: each is named, with what to do."""
+"""Damaged records of a run: each error names the file and the remedy."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Several processes on one machine give the losses of one: data, sharded and context parallel."""
+"""Several processes match the losses of one: data, sharded and context parallel."""
 
 import os
 import subprocess
@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flash_frac.models  # noqa: F401  (registers the model)
 from flash_frac.train import load_recipe, train
 from flash_frac.train.checkpoint import consolidate
 from flash_frac.train.monitor import LOG_NAME, read_lines
-from tests.train.runs import finish, start_together
+from tests.train.runs import assert_same_weights, finish, start_together, weights
 
 STEPS = 5
 SHARDED = ["--fsdp", "--fsdp_config", '{"state_dict_type": "SHARDED_STATE_DICT"}']
@@ -56,15 +55,17 @@ def compare(write_recipe, tmp_path):
         assert logged(many) == pytest.approx(logged(one), rel=1e-6) and len(logged(one)) == STEPS
         assert logged(many, "eval_loss") == pytest.approx(logged(one, "eval_loss"), rel=1e-6)
         assert logged(many, "eval_tokens") == logged(one, "eval_tokens")
-        weights = load_file(many / "final" / "model.safetensors")
-        for name, value in load_file(one / "final" / "model.safetensors").items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=5e-6)
+        ended = weights(many)
+        for name, value in weights(one).items():
+            torch.testing.assert_close(ended[name], value, rtol=0, atol=5e-6)
         return path, many
 
     return compare
 
 
-@pytest.mark.parametrize(("processes", "way"), [(2, torchrun), (4, run)])
+@pytest.mark.parametrize(
+    ("processes", "way"), [(2, torchrun), pytest.param(4, run, marks=pytest.mark.slow)]
+)
 def test_data_parallel(compare, processes, way):
     compare(processes, batch=4 // processes, run=way)
 
@@ -81,10 +82,37 @@ def test_sharded(compare, tmp_path):
 
 
 def test_sharded_with_whole_checkpoints(compare):
-    """As `fsdp` alone has it: each is a folder for from_pretrained, and can be resumed."""
-    path, folder = compare(4, "--fsdp", "true", batch=1, config_overrides=MIXED)
+    """As `fsdp` alone has it: each is a folder for from_pretrained, and can be resumed.
+
+    With every type of layer, packed documents and recomputation.
+    """
+    arguments = ["--fsdp", "true", "--gradient_checkpointing"]
+    changes = {"separate_documents": True, "config_overrides": MIXED}
+    path, folder = compare(4, *arguments, batch=1, **changes)
     assert_same_model(folder / f"checkpoint-{STEPS}", folder / "final")
-    resume_is_exact(4, path, folder, "--fsdp", "true")
+    resume_is_exact(4, path, folder, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [({}, {}), ({"tie_word_embeddings": False}, {"gradient_checkpointing": True})],
+    ids=["tied", "untied, recomputed"],
+)
+def test_sharded_in_bfloat16(write_recipe, tmp_path, model, more):
+    """Sharding changes no precision: two ranks give the same bits with FSDP2 and without.
+
+    Times, norms and sums of gradients stay float32, and matrix products are those of autocast.
+    """
+    changes = {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 100.0}
+    path = write_recipe(max_steps=3, config_overrides=MIXED | model, **changes, **more)
+    for name, arguments in (("whole", ()), ("sharded", ("--fsdp", "true"))):
+        run(2, path, *arguments, "--output_dir", str(tmp_path / name))
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    for name in ("loss", "eval_loss", "grad_norm"):
+        # The norm is a sum over another order of parameters.
+        assert logged(sharded, name) == pytest.approx(logged(whole, name), rel=1e-6)
+    ended = weights(sharded)
+    assert all(torch.equal(ended[name], value) for name, value in weights(whole).items())
 
 
 def assert_same_model(one, other):
@@ -94,13 +122,12 @@ def assert_same_model(one, other):
 
 def resume_is_exact(processes, path, folder, *arguments):
     """Without its last checkpoint, the run finds the same end again."""
-    before, weights = logged(folder), load_file(folder / "final" / "model.safetensors")
+    before, ended = logged(folder), weights(folder)
     (folder / f"checkpoint-{STEPS}").rename(folder / "old")
     size = ["--per_device_train_batch_size", str(4 // processes), "--output_dir", str(folder)]
     run(processes, path, *size, *arguments)
     assert logged(folder) == before
-    again = load_file(folder / "final" / "model.safetensors")
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert_same_weights(weights(folder), ended)
 
 
 def test_context_parallel(compare):
@@ -115,6 +142,14 @@ def test_context_parallel_beside_data_parallel(compare):
     assert len(logged(many, "memory/horizon")) == 2
 
 
+@pytest.mark.slow
 def test_context_parallel_over_four(compare):
     changes = {"separate_documents": True, "config_overrides": MIXED}
     compare(4, "--context_parallel_size", "4", batch=1, whole=1, **changes)
+
+
+def test_context_parallel_of_a_sharded_model(compare):
+    """Two processes share the weights and each sequence, with every type of layer."""
+    arguments = ["--fsdp", "true", "--context_parallel_size", "2", "--gradient_checkpointing"]
+    changes = {"separate_documents": True, "config_overrides": MIXED}
+    compare(2, *arguments, batch=1, whole=1, **changes)

@@ -1,4 +1,4 @@
-"""Operations of a model: those that torch counts, and the context that attention sees."""
+"""FLOPs of a model: equal to torch's count, with the context that attention sees."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is refused, and says who holds it."""
+"""Two runs in one folder: the second is refused, with the holder of the lock."""
 
 import os
 import re
@@ -8,9 +8,9 @@ import time
 import pytest
 
 from flash_frac.files import write_text
+from flash_frac.lock import LOCK, locked
 from flash_frac.train import load_recipe, train
 from flash_frac.train.checkpoint import checkpoints
-from flash_frac.train.lock import LOCK, locked
 from flash_frac.train.monitor import LOG_NAME, read_lines
 from tests.train.runs import finish, losses, start, start_together
 

@@ -1,16 +1,26 @@
-"""A stream that ranks share: who reads what, and how it is read on after an interruption."""
+"""A stream shared by ranks: which rank reads what, and how reading resumes."""
 
 import json
 import os
 import signal
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from flash_frac.data import Encoder, streaming
+from flash_frac.data import Encoder, HubDocuments, StreamingDataset, byte_tokenizer, streaming
 from flash_frac.train import FracTrainer, load_recipe, train
-from tests.train.runs import assert_same_weights, finish, losses, start_together, weights
+from flash_frac.train.reading import Reading
+from tests.train.runs import (
+    assert_same_weights,
+    await_checkpoint,
+    finish,
+    losses,
+    start_together,
+    weights,
+)
 from tests.train.test_resuming import interrupted
 
 # Four shards, the first with four documents more, which are held out. All have 59 tokens.
@@ -35,7 +45,7 @@ def write_stream(write_recipe, tmp_path):
 
 
 def record(folder, die_at=None):
-    """Write what this rank tokenises into a file, and let it die in a step."""
+    """Write what this rank tokenises into a file, and let it die in a step after the third."""
     encode, step = Encoder.encode, FracTrainer.training_step
     file = open(folder / os.environ["RANK"], "a")  # noqa: SIM115
 
@@ -46,6 +56,8 @@ def record(folder, die_at=None):
 
     def deadly(self, *args, **kwargs):
         if self.state.global_step == die_at:
+            # What the run is to go on from.
+            await_checkpoint(self.args.output_dir, 3)
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, *args, **kwargs)
 
@@ -81,7 +93,12 @@ def test_each_document_is_tokenised_by_one_rank(write_stream, tmp_path, ranks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shards", "arguments"), [(2, 4, []), (2, 3, []), (4, 4, ["--fsdp", "true"])]
+    ("ranks", "shards", "arguments"),
+    [
+        (2, 4, []),
+        pytest.param(2, 3, [], marks=pytest.mark.slow),
+        pytest.param(4, 4, ["--fsdp", "true"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_reads_on(write_stream, tmp_path, ranks, shards, arguments):
     """Bit for bit, and of what was read only the document that was begun is tokenised again.
@@ -103,11 +120,31 @@ def test_a_killed_run_reads_on(write_stream, tmp_path, ranks, shards, arguments)
     assert_same_weights(weights(killed), weights(whole))
 
 
+@pytest.mark.parametrize(("shards", "fits"), [(1, True), (3, False), (4, True)])
+def test_a_position_of_an_earlier_version(tmp_path, shards, fits):
+    """Two readers divided rows then, unless the number of shards was even."""
+    for number in range(shards):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    documents = HubDocuments(str(tmp_path), streaming=True)
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    settings |= {"dataloader_num_workers": 2}
+    args = SimpleNamespace(**settings, world_size=1, process_index=0, ignore_data_skip=False)
+    reading = Reading(StreamingDataset(documents, byte_tokenizer(), 4), args)
+    reading.save(tmp_path)
+    reading.load(tmp_path)
+    before = {"settings": {"ranks": 1, **settings}, "bookmarks": []}
+    (tmp_path / "stream_0.json").write_text(json.dumps(before))
+    with nullcontext() if fits else pytest.raises(ValueError, match="divided_by rows -> shards"):
+        reading.load(tmp_path)
+
+
 def test_other_ranks_cannot_read_on(write_stream, tmp_path):
     path, folder = write_stream(max_steps=3), tmp_path / "run"
     run(path, 2, folder)
     arguments = ["--output_dir", str(folder), "--max_steps", "4", "--eval_strategy", "no"]
-    message = r"checkpoint-3 cannot go on .* \(ranks 2 -> 1\): start as many ranks .* ignore_data"
+    message = (
+        r"checkpoint-3 cannot resume .* \(ranks 2 -> 1\): use the same .* ranks, .* ignore_data"
+    )
     with pytest.raises(ValueError, match=message):
         train(load_recipe(path, arguments))
     (folder / "checkpoint-3" / "stream_0.json").unlink()

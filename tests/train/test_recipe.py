@@ -1,4 +1,4 @@
-"""Recipes: everything is checked before anything begins."""
+"""Recipes: everything is checked before a run starts."""
 
 import tomllib
 from pathlib import Path
@@ -76,8 +76,8 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
         ({"eval_strategy": "often"}, [], "--eval_strategy"),
         ({"model_name_or_path": "x"}, [], "exactly one of config_name .* got both"),
         ({"config_name": None}, [], "exactly one of config_name .* got neither"),
-        ({"data_files": None}, [], "exactly one of data_files and dataset_name"),
-        ({"stateful": True}, [], "stateful needs documents apart"),
+        ({"data_files": None}, [], "exactly one of data_files, prepared_data and dataset_name"),
+        ({"stateful": True}, [], "stateful needs separate documents"),
         ({"context_parallel_size": 2}, [], "context_parallel_size must divide the number of proc"),
         ({"memory_law_steps": -1}, [], "memory_law_steps must be 0 or more"),
         ({}, ["--max_steps", "-5"], "max_steps must be above 0, or -1 to train for num_train_ep"),
@@ -98,6 +98,17 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
             [],
             r"fsdp_config has no key state_dict_typ; did you mean state_dict_type\?",
         ),
+        ({"fsdp_config": {"version": 1}}, [], "fsdp_config: version must be 2, got 1: FSDP1"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"policy": "cheep"}},
+            [],
+            "policy of gradient_checkpointing_kwargs must be one of all, cheap, got 'cheep'",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"policy": "cheap"}},
+            [],
+            "has a policy, but gradient_checkpointing is off: set it to true",
+        ),
         ({}, ["--fsdp", "full_shard"], "argument --fsdp: Truthy value expected: got full_shard"),
         (
             {"config_overrides": {"frac_nummodes": 8}},
@@ -116,7 +127,7 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
         ),
         ({}, ["--config_overrides", "frac_num_modes=8"], "config_overrides must be a mapping such"),
         ({}, ["--config_overrides={8: 1}"], "no field 8"),
-        ({}, ["--config_overrides={a: [}"], "config_overrides.*: {a: .} is no mapping"),
+        ({}, ["--config_overrides={a: [}"], "config_overrides.*: {a: .} is not a mapping"),
         (
             {"stateful": True, "separate_documents": True, "gradient_checkpointing": True},
             [],
@@ -144,15 +155,24 @@ def test_what_cannot_be_is_said_and_nothing_is_made(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("value", ["much", "-1"])
+def test_the_recipe_is_not_blamed_for_what_is_typed(write_recipe, value):
+    path = write_recipe()
+    with pytest.raises(ValueError, match=r"^(argument --)?learning_rate"):
+        load_recipe(path, ["--learning_rate", value])
+    with pytest.raises(ValueError, match=f"^{path}: .*learning_rate"):
+        load_recipe(write_recipe(learning_rate=value), ["--max_steps", "3"])
+
+
 def test_a_configuration_of_another_model(write_recipe, tmp_path):
     path = write_recipe(config_name="other")
     (tmp_path / "other").mkdir()
     for text, message in (
-        ('{"model_type": "qwen3"}', "config_name .*: model_type must be 'frac', got 'qwen3'"),
+        ('{"model_type": "qwen3", "head_dims": 8}', "config_name .*: Qwen3Config has no field"),
         ('{"n_layer": 3}', r"no field n_layer; did you mean num_hidden_layers\?"),
         ('{"tool_version": 3}', r"no field tool_version; see help\(FracConfig\)"),
-        ("{", "config_name .*: Expecting property name"),
-        ("[1]", r"config_name .* must hold fields and values, got \[1\]"),
+        ("{", r"config_name: .*config\.json is not JSON: Expecting property name"),
+        ("[1]", r"config_name: .*config\.json .*\[1\]"),
     ):
         (tmp_path / "other" / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -169,7 +189,7 @@ def test_no_recipe(tmp_path):
     with pytest.raises(ValueError, match="is not YAML"):
         load_recipe(tmp_path / "broken.yaml")
     (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
-    with pytest.raises(ValueError, match="the key max_steps is there twice"):
+    with pytest.raises(ValueError, match="the key max_steps occurs twice"):
         load_recipe(tmp_path / "twice.yaml")
 
 
@@ -202,7 +222,7 @@ def test_a_recipe_by_name_or_by_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smal", r"no recipe smal; .*: frac-1.3b, frac-390m, frac-delta-1.3b, .*small, stateful"),
+        ("smal", r"no recipe smal; .*: frac-1.3b, frac-1.3b-40gb, frac-390m, .*small, stateful"),
         ("recipes/small.yaml", r"no recipe recipes/small.yaml \(.*: frac train small\)"),
         ("other.yaml", "no recipe other.yaml; .*small, stateful"),
         (".", r"no recipe \.; give the path of a YAML file"),
@@ -230,6 +250,35 @@ def test_paths_of_configurations(write_recipe, tmp_path, monkeypatch):
     assert load_recipe(write_recipe(config_name="frac-30m")).model.config_name == "frac-30m"
 
 
+def test_a_recipe_that_changes_another(tmp_path, monkeypatch):
+    """By name, or by a path from its own folder; paths in the other start from the other's."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "models"):
+        (tmp_path / folder).mkdir()
+    config = (find_config("frac-tiny") / "config.json").read_text()
+    (tmp_path / "models" / "config.json").write_text(config)
+    text = find_recipe("small").read_text().replace("models/frac-tiny", "models")
+    (tmp_path / "other.yaml").write_text(text)
+    recipe = tmp_path / "mine" / "recipe.yaml"
+    recipe.write_text("base: small\nmax_steps: 7\n")
+    loaded = load_recipe(recipe, ["--seed=3"])
+    assert (loaded.training.max_steps, loaded.training.seed) == (7, 3)
+    assert loaded.model.config_name == "frac-tiny" and loaded.training.learning_rate == 4e-3
+    recipe.write_text("base: ../other.yaml\nmax_steps: 8\n")
+    loaded = load_recipe(recipe)
+    assert loaded.training.max_steps == 8
+    assert loaded.model.config_name == str(tmp_path / "models")
+    for text, message in (
+        ("base: smal\n", r"recipe.yaml: base: there is no recipe smal; .* small, stateful"),
+        ("base: none.yaml\n", r"recipe.yaml: base: there is no recipe .*mine/none.yaml"),
+        ("base: frac-390m-40gb\n", "base .* has a base itself; name that one instead"),
+        ("base: small\nmax_step: 1\n", r"unknown key max_step; did you mean max_steps\?"),
+    ):
+        recipe.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_recipe(recipe)
+
+
 def test_a_configuration_that_is_not_there(write_recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "empty").mkdir(parents=True)
@@ -243,6 +292,7 @@ def test_a_configuration_that_is_not_there(write_recipe, tmp_path, monkeypatch):
         load_recipe(path, ["--config_name", "frac-30"])
 
 
+@pytest.mark.parametrize("suffix", ["", "-40gb"])
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
@@ -252,9 +302,9 @@ def test_a_configuration_that_is_not_there(write_recipe, tmp_path, monkeypatch):
         ("frac-390m", 30e9),
     ],
 )
-def test_the_papers_runs(name, tokens):
+def test_the_papers_runs(name, tokens, suffix):
     """A million tokens a step, on 16 and on 8 GPUs, learning rate and decay as in the paper."""
-    recipe = load_recipe(name, CPU)
+    recipe = load_recipe(name + suffix, CPU)
     args = recipe.training
     gpus = 16 if name.endswith("1.3b") else 8
     sequences = gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""Runs that end too early, and go on: killed, stopped by an error, without room on the disk."""
+"""Runs that end early and resume: killed, stopped by an error, or out of disk space."""
 
 import json
 import time
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoTokenizer, TrainerCallback, trainer
 
 from flash_frac.manifest import write_manifest
@@ -15,7 +15,15 @@ from flash_frac.train import FracTrainer, load_recipe, run, train
 from flash_frac.train.checkpoint import CheckpointError, checkpoints, last_checkpoint
 from flash_frac.train.monitor import LOG_NAME, read_lines
 from tests.commands import frac
-from tests.train.runs import assert_same_weights, finish, losses, start, weights
+from tests.train.runs import (
+    assert_same_weights,
+    await_checkpoint,
+    finish,
+    losses,
+    make_text,
+    start,
+    weights,
+)
 
 # What has a state of fixed size.
 CARRIED = {"mixer_types": ["frac", "delta", "sliding_attention"], "sliding_window": 20}
@@ -37,6 +45,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(write_recipe, tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     reference = start(path, "--output_dir", whole)
     victim = start(path, "--output_dir", killed)
+    await_checkpoint(killed, 7)
     kill_at(victim, killed / LOG_NAME, 9)
     # What a death in the middle of a save would leave.
     (killed / ".saving-here-7" / "checkpoint-99").mkdir(parents=True, exist_ok=True)
@@ -117,8 +126,8 @@ def test_resuming_a_hub_dataset_is_exact(write_recipe, tmp_path, text_folder, mo
 @pytest.mark.parametrize(
     ("step", "kept"),
     [
-        (5, "stopped at step 5; checkpoint-4 is kept; the same command goes on from there"),
-        (1, "stopped at step 1; there is no checkpoint yet, so the same command begins again"),
+        (5, "stopped at step 5; checkpoint-4 is kept; the same command resumes from it"),
+        (1, "stopped at step 1; there is no checkpoint yet, so the same command starts over"),
     ],
 )
 def test_ctrl_c(write_recipe, monkeypatch, step, kept):
@@ -131,7 +140,7 @@ def test_ctrl_c(write_recipe, monkeypatch, step, kept):
 def test_ctrl_c_while_tokens_are_made(write_recipe, monkeypatch):
     monkeypatch.setattr(run, "build_data", mock.Mock(side_effect=KeyboardInterrupt))
     done = frac("train", write_recipe())
-    kept = "there is no checkpoint yet, so the same command begins again"
+    kept = "there is no checkpoint yet, so the same command starts over"
     assert done.returncode == 130 and done.stdout == f"stopped before the first step; {kept}\n"
 
 
@@ -147,7 +156,9 @@ def test_resuming_without_noise(write_recipe, tmp_path):
     save_file(tensors, saved, {"format": "pt"})
     # As if it had been saved so.
     write_manifest(saved.parent)
-    with pytest.raises(ValueError, match=r"checkpoint-3 is not of this model: missing \['model.no"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-3 does not fit this model: missing \['model.no"
+    ):
         train(load_recipe(write_recipe(max_steps=4, eval_strategy="no")))
 
 
@@ -181,8 +192,45 @@ def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
         train(load_recipe(write_recipe(sequence_length=32)))
     with pytest.raises(ValueError, match=r"other settings \(frac_num_modes 4 -> 8\)"):
         train(load_recipe(write_recipe(config_overrides={"frac_num_modes": 8})))
-    with pytest.raises(ValueError, match="is no complete checkpoint"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint"):
         train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
+
+
+@pytest.mark.parametrize("source", ["data_files", "dataset_name", "streaming"])
+def test_a_run_does_not_go_on_with_other_text(write_recipe, tmp_path, source):
+    """Its path is the same, and so is the number of documents."""
+    (tmp_path / "text").mkdir()
+    text = make_text(tmp_path / "text") / "text.jsonl"
+    changes = {"data_files": None, "dataset_name": str(text.parent)}
+    if source == "data_files":
+        changes = {"data_files": [str(text)]}
+    elif source == "streaming":
+        changes |= {"streaming": True, "held_out": 0.0}
+    path = write_recipe(eval_strategy="no", max_steps=1, save_steps=1, **changes)
+    train(load_recipe(path))
+    run, more = tmp_path / "run", ["--max_steps", "2"]
+    before = (run / "run.json").read_text()
+    text.write_text(text.read_text().replace("memory", "oblivion"))
+    name = {"streaming": "dataset_name"}.get(source, source)
+    message = f"content of {name} or the tokenizer .* --resume_from_checkpoint {run}/checkpoint-1$"
+    with pytest.raises(ValueError, match=message):
+        train(load_recipe(path, more))
+    assert (run / "run.json").read_text() == before
+    if source == "data_files":
+        train(load_recipe(path, [*more, "--resume_from_checkpoint", str(run / "checkpoint-1")]))
+        assert [step for step, _ in losses(run)] == [1, 2]
+
+
+def test_a_run_that_did_not_record_its_text_goes_on(write_recipe, tmp_path):
+    """As those of earlier versions."""
+    path, record = write_recipe(eval_strategy="no", max_steps=1, save_steps=1), tmp_path / "run"
+    train(load_recipe(path))
+    record /= "run.json"
+    written = json.loads(record.read_text())
+    content = written["order"].pop("content")
+    record.write_text(json.dumps(written))
+    train(load_recipe(path, ["--max_steps", "2"]))
+    assert json.loads(record.read_text())["order"]["content"] == content
 
 
 def test_the_beginning_of_documents_is_kept(write_recipe, tmp_path):
@@ -221,39 +269,45 @@ def test_a_run_of_an_earlier_version_goes_on(write_recipe, tmp_path):
     assert json.loads(run.read_text())["recipe"]["model"]["config_name"] == "frac-tiny"
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(write_recipe, tmp_path, monkeypatch):
-    path, run = write_recipe(save_total_limit=1), tmp_path / "run"
-    save = torch.save
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_a_full_disk_leaves_the_last_checkpoint(write_recipe, tmp_path, monkeypatch, meanwhile):
+    path = write_recipe(save_total_limit=1, async_save=meanwhile)
+    run, write_data = tmp_path / "run", FileSystemWriter.write_data
 
-    def full(value, target, *args, **kwargs):
-        if "checkpoint-4" in str(target) and "optimizer" in str(target):
+    def full(self, *args, **kwargs):
+        if "checkpoint-4" in str(self.path):
             raise OSError(28, "No space left on device")
-        save(value, target, *args, **kwargs)
+        return write_data(self, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
-        patch.setattr(torch, "save", full)
+        patch.setattr(FileSystemWriter, "write_data", full)
         train(load_recipe(path))
     message = str(caught.value)
     assert "checkpoint-4 could not be written" in message and "No space left" in message
-    assert f"last good checkpoint is {run / 'checkpoint-2'}" in message
+    assert f"last good checkpoint, {run / 'checkpoint-2'}" in message
     assert [p.name for p in checkpoints(run)] == ["checkpoint-2"]
+    assert not list(run.glob(".saving*"))
     train(load_recipe(path))
     assert [p.name for p in checkpoints(run)] == ["checkpoint-6"]
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_files_that_cannot_grow(write_recipe, tmp_path):
     """The same for what the system really does: here, no file may be larger than 80 KiB."""
     path, run = write_recipe(max_steps=2), tmp_path / "run"
     train(load_recipe(path))
-    before = {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
+    before = contents(run / "checkpoint-2")
     process = start(path, "--max_steps", 4, file_size=80 * 1024)
     process.join()
     said = process.output.read_text()
     assert process.exitcode == 1 and "Traceback" not in said
     assert "checkpoint-4 could not be written" in said
-    assert f"last good checkpoint is {run / 'checkpoint-2'}" in said
-    assert before == {p: p.read_bytes() for p in (run / "checkpoint-2").iterdir()}
+    assert f"last good checkpoint, {run / 'checkpoint-2'}" in said
+    assert before == contents(run / "checkpoint-2")
     assert checkpoints(run) == [run / "checkpoint-2"] and not list(run.glob(".saving*"))
 
 

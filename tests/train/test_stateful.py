@@ -1,4 +1,4 @@
-"""Carried states: documents that lanes read in segments are documents read whole."""
+"""Carried states: reading documents in segments equals reading them whole."""
 
 import pytest
 import torch
@@ -105,12 +105,10 @@ def test_errors_name_the_remedy(ids):
     model = make_kind("sliding")
     with torch.no_grad():
         _, carried = read_segments(model, ids, 12)
-    with pytest.raises(
-        ValueError, match="the states of 3 lanes were carried, but this batch has 2"
-    ):
+    with pytest.raises(ValueError, match="carried states have 3 lanes, but this batch has 2"):
         carried.cache(torch.tensor([0, 1]), 2)
     carried.states = {}
-    with pytest.raises(ValueError, match=r"3 lanes .* keep per_device_train_batch_size as it was"):
+    with pytest.raises(ValueError, match=r"3 lanes.* do not change per_device_train_batch_size"):
         carried.cache(torch.tensor([0, 1]), 2)
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match=r"must be 'sdpa' or 'eager' to carry states .* got 'flex"):
