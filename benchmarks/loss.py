@@ -1,8 +1,8 @@
-"""Time the fused head and loss beside those of other libraries, and append the rows.
+"""Time the fused head and loss beside other libraries, and append the rows.
 
     python benchmarks/loss.py [--no-peers]
 
-Peers, where they can be imported: liger-kernel, also with sums in float32, which we always have;
+Peers, if they can be imported: liger-kernel, also with float32 accumulation, which ours always has;
 cut-cross-entropy; and torch's own two steps. Needs a GPU; rows go to <gpu>.csv.
 """
 
@@ -22,7 +22,7 @@ from flash_frac.bench.timing import exit_if_ours_failed
 def main(arguments: Sequence[str] | None = None) -> None:
     typed = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--no-peers", action="store_true", help="time our code alone")
+    parser.add_argument("--no-peers", action="store_true", help="time only our code")
     add_options(parser)
     options = parser.parse_args(typed)
     if not torch.cuda.is_available():

@@ -6,7 +6,7 @@
 On a GPU: our backends at the shape of the 1.3B model and the peers that can be imported, in
 bfloat16; rows go to <gpu>.csv. With --delta: the delta rule beside fla's, instead of the scan.
 On a CPU: the torch backend of the scan and of the delta rule, each beside a textbook form; rows go
-to cpu.csv. `flash_frac/bench/ops.py` says how each is checked and timed.
+to cpu.csv. `flash_frac/bench/ops.py` describes how each is checked and timed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from flash_frac.bench.timing import exit_if_ours_failed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--time", type=int, default=4096, help="tokens, on a CPU")
-    parser.add_argument("--repeats", type=int, default=15, help="on a CPU")
-    parser.add_argument("--profile", action="store_true", help="times of the kernels, no rows")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--time", type=int, default=4096, help="number of tokens, on a CPU")
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs, on a CPU")
+    parser.add_argument("--profile", action="store_true", help="print kernel times, no rows")
     parser.add_argument("--delta", action="store_true", help="time the delta rule, on a GPU")
     add_options(parser, peers=OP_PEERS)
     typed = sys.argv[1:] if arguments is None else arguments

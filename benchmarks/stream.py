@@ -1,11 +1,11 @@
-"""Time what a FracStream does at the shape of a model: save, load, and one token more.
+"""Time the operations of a FracStream at the shape of a model: save, load, and decode a token.
 
     python benchmarks/stream.py [--config flash_frac/recipes/models/frac-130m/config.json]
 
 Random weights, in bfloat16; the 1.3B model by default. Rows go to <gpu>.csv or cpu.csv:
     save, load  a file on the local disk, fsync included; its size does not depend on T
-    stream      greedy decoding by `FracStream.generate`, after T tokens were fed
-The kernels are checked in a small model against float64 first.
+    stream      greedy decoding with `FracStream.generate`, after feeding T tokens
+The kernels are first checked against float64, in a small model.
 """
 
 from __future__ import annotations

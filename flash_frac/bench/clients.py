@@ -1,8 +1,8 @@
-"""Clients of a server with OpenAI's API, in a process of their own: `python clients.py < JSON`.
+"""Clients of a server with OpenAI's API, in a separate process: `python clients.py < JSON`.
 
-Nothing but Python's own library is imported, so that the process starts at once, runs on any
-machine and spends microseconds on an event. Standard input has one object (see `Load`), standard
-output a list with one object for each request (see `ask`).
+Only Python's standard library is imported, so the process starts fast, runs on any machine and
+spends microseconds per event. Standard input is one object (see `Load`), and standard output is a
+list with one object per request (see `ask`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, TypedDict
 
 
 class Load(TypedDict):
-    """What one process sends: each client its requests one after another, all clients at once.
+    """Requests of one process: each client sends its own in sequence, all clients concurrently.
 
-    seconds: a client sends its requests again, from the first, until this time has passed; with 0
-        it sends each once.
+    seconds: a client repeats its requests until this time has passed; with 0 it sends each once.
     """
 
     port: int
@@ -29,7 +28,7 @@ class Load(TypedDict):
 
 
 async def run(load: Load) -> list[dict[str, Any]]:
-    """All clients of a process; the results are in the order of the clients."""
+    """Run all clients of a process; return results in the order of the clients."""
     done = await asyncio.gather(*(_client(load, requests) for requests in load["clients"]))
     return [result for results in done for result in results]
 
@@ -44,11 +43,11 @@ async def _client(load: Load, requests: list[dict[str, Any]]) -> list[dict[str, 
 
 
 async def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One request with a stream: when it was sent, when its events came, and with what.
+    """Send one streaming request; return its timing and text.
 
     Returns:
-        status; start, times: seconds of the machine's monotonic clock, which all processes share;
-        counts: words of each event, which are its tokens; text: all of them.
+        status; start, times: when it was sent and its events came, in seconds of the monotonic
+        clock, which all processes share; counts: words (tokens) of each event; text: all of them.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body | {"stream": True}).encode()
@@ -76,7 +75,7 @@ async def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The objects of a stream of events that comes in chunks."""
+    """The objects of an event stream with chunked encoding."""
     rest = b""
     while size := int(await reader.readline(), 16):
         rest += (await reader.readexactly(size + 2))[:-2]

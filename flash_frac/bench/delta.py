@@ -1,6 +1,6 @@
-"""The delta rule as a subject of `bench/ops.py`, with fla's operator beside ours.
+"""The delta rule as a subject of `bench/ops.py`: our operator and fla's.
 
-In bfloat16, but log_decay, which is float32. Both get the same numbers.
+Both get the same inputs in bfloat16, except log_decay in float32.
 Letters: B batch, T time, H heads, K key channels, D value channels.
 """
 
@@ -29,7 +29,7 @@ def our_delta(inputs: DeltaInputs, backend: str) -> Operation:
 
 
 def fla_gated_delta_rule(inputs: DeltaInputs) -> Operation:
-    """The same numbers; its queries are not scaled, and q and k have unit length already."""
+    """fla's operator on the same inputs, without scaling queries; q and k are already unit."""
     import fla  # pyright: ignore[reportMissingImports]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore
 

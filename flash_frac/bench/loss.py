@@ -1,8 +1,8 @@
-"""The fused head and loss beside those of other libraries, forward and backward.
+"""Our fused head and loss against those of other libraries, forward and backward.
 
-Hidden states and head of the 1.3B model (E 2048, V 32000), bfloat16, gradients of both. Each is
-checked against float64 on 4,096 tokens first; a row's error is that of the weight's gradient, and
-its column D is E. Letters: B batch, T time, E width, V vocabulary.
+Inputs are hidden states and head of the 1.3B model (E 2048, V 32000) in bfloat16, with gradients of
+both. Each loss is first checked against float64 on 4,096 tokens; a row's error is that of the
+weight gradient, and its column D is E. Letters: B batch, T time, E width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, VOCABULARY = 2048, 32000
 
 
 def two_steps(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Head and loss as torch has them, with all logits in memory; float64 stays."""
+    """torch's head and loss, with all logits in memory; float64 inputs stay float64."""
     logits = hidden @ weight.T
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
@@ -49,7 +49,7 @@ def cut(filter_eps: float | str | None) -> Loss:
 
 
 def losses(failures: list[str], *, peers: bool) -> dict[str, Loss]:
-    """Ours, and what can be imported of the others."""
+    """Our losses, and those of other libraries that can be imported."""
     found: dict[str, Loss] = {
         f"{OURS} linear_cross_entropy, {name}": partial(linear_cross_entropy, backend=name)
         for name in ("triton", "torch")
@@ -70,7 +70,7 @@ def losses(failures: list[str], *, peers: bool) -> dict[str, Loss]:
 
 
 def inputs(num_tokens: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states as after the last norm, and a head with rows of initial size."""
+    """Hidden states as after the last norm, and a head with weights of initial scale."""
     generator = torch.Generator("cuda").manual_seed(0)
     normal = partial(torch.randn, device="cuda", generator=generator, dtype=torch.bfloat16)
     labels = torch.randint(VOCABULARY, (num_tokens,), device="cuda", generator=generator)
@@ -79,16 +79,16 @@ def inputs(num_tokens: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def gradients(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    """The loss, and its gradients by hidden states and weight."""
+    """The loss, and its gradients with respect to hidden states and weight."""
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-    # With a head in float32, as trainers hold it, products are in bfloat16 by autocast.
+    # Trainers keep the head in float32; then autocast multiplies in bfloat16.
     with torch.autocast("cuda", torch.bfloat16, enabled=weight.dtype == torch.float32):
         value = loss(hidden, weight, labels)
     return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
 
 
 def measure_losses(failures: list[str], *, peers: bool) -> Iterator[dict]:
-    """A row for each loss, 8 x 4096 tokens: head in bfloat16, then in float32 by autocast."""
+    """A row for each loss on 8 x 4096 tokens: head in bfloat16, then in float32 with autocast."""
     found = losses(failures, peers=peers)
     for dtype in (torch.bfloat16, torch.float32):
         yield from _measure(found, dtype, failures)

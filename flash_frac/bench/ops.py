@@ -1,10 +1,10 @@
-"""Time forward and backward of the scan beside other formulations.
+"""Time forward and backward of the scan against other formulations.
 
-On a GPU: the Triton and the torch backend in bfloat16, and the operators of `peers` that can be
-imported, in turns. Read and write are float32 for us, as the layer makes them. The kernels are
-checked against float64 first.
-On a CPU the scan and the delta rule, each beside a textbook form (`plain.py`). All are checked
-against float64 first, then timed in turns; peak memory is measured in a process of its own.
+On a GPU: the Triton and torch backends in bfloat16, and the operators of `peers` that can be
+imported, interleaved. Our read and write are float32, as in the layer. The kernels are checked
+against float64 first.
+On a CPU: the scan and the delta rule, each against a textbook form (`plain.py`). All are checked
+against float64 first, then timed interleaved; peak memory is measured in a separate process.
 Letters: B batch, T time, H heads, M modes, D head channels, C chunk.
 """
 
@@ -42,10 +42,10 @@ class OnCpu(NamedTuple):
     """An operator to measure on a CPU.
 
     Attributes:
-        name: goes before the pass in its rows, with a space after it; "" for the scan.
-        draw: draw(*sizes) gives inputs of B, T, H, M (or key channels) and D.
-        specification: the loop over tokens that everything is measured against.
-        implementations: by name, functions of such inputs, which give y and the state.
+        name: prefix of the pass in its rows, with a trailing space; "" for the scan.
+        draw: draw(*sizes) returns inputs of B, T, H, M (or key channels) and D.
+        specification: the reference loop over tokens.
+        implementations: by name, functions of such inputs that return y and the state.
         sizes: H, M (or key channels) and D.
     """
 
@@ -76,7 +76,7 @@ ON_CPU = {
 
 
 def forward_backward(scan: Scan, inputs: Any) -> list[Tensor]:
-    """Outputs and the gradients of all inputs, for y and state weighted by their cosines."""
+    """Outputs, and gradients of all inputs, with y and state weighted by their cosines."""
     leaves = type(inputs)(*(x.detach().requires_grad_() for x in inputs))
     y, state = scan(leaves)
     torch.autograd.backward([y, state], [torch.cos(y.detach()), torch.cos(state.detach())])
@@ -84,9 +84,9 @@ def forward_backward(scan: Scan, inputs: Any) -> list[Tensor]:
 
 
 def check(case: OnCpu, name: str) -> float:
-    """Worst relative error against float64; no timing past ten times that of the float32 loop.
+    """Worst relative error against float64; exits above ten times that of the float32 loop.
 
-    Ten and not two, because the yardstick is to be timed too, and takes differences of larger sums.
+    Ten and not two, because the textbook form is timed too, and subtracts larger sums.
     """
     options = {"rho_eps": 1e-6} if case.draw is random_inputs else {}
     inputs = case.draw(1, 200, 2, 16, 8, **options)
@@ -98,7 +98,7 @@ def check(case: OnCpu, name: str) -> float:
 
     error = worst(case.implementations[name])
     if not error < 10 * worst(case.specification):
-        raise SystemExit(f"{case.name}{name} is wrong by {error:.1e}: no timing")
+        raise SystemExit(f"{case.name}{name} is wrong by {error:.1e}: not timed")
     return error
 
 
@@ -115,7 +115,7 @@ def print_peak(operator: str, name: str, sizes: list[int]) -> None:
     scan = case.implementations[name]
     forward_backward(scan, case.draw(1, 64, *sizes[2:]))
     inputs = case.draw(*sizes)
-    # Linux: start the high-water mark of resident memory anew.
+    # Linux: reset the high-water mark of resident memory.
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_mib("VmRSS")
     forward_backward(scan, inputs)
@@ -123,13 +123,13 @@ def print_peak(operator: str, name: str, sizes: list[int]) -> None:
 
 
 def memory_mib(field: str) -> float:
-    """Resident memory now (VmRSS) or at its highest (VmHWM)."""
+    """Current (VmRSS) or peak (VmHWM) resident memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def measure_cpu(operator: str, num_tokens: int, repeats: int) -> list[dict]:
-    """Two rows an implementation; they take turns at every call, so that noise falls on all."""
+    """Two rows per implementation; calls are interleaved, so that noise affects all alike."""
     case = ON_CPU[operator]
     errors = {name: check(case, name) for name in case.implementations}
     sizes = [1, num_tokens, *case.sizes]
@@ -163,7 +163,7 @@ def _call(scan: Scan, inputs: Any) -> Any:
 
 
 def our_scan(inputs: ScanInputs, backend: str) -> Operation:
-    """The scan of one backend, to be timed beside its peers."""
+    """The scan of one backend, to be timed with its peers."""
 
     def scan(*arguments: Tensor) -> Tensor:
         return frac_scan(*arguments, backend=backend).y
@@ -177,12 +177,12 @@ class Subject(NamedTuple):
     """An operator to measure.
 
     Attributes:
-        name: goes before the pass in its rows, with a space after it; "" for the scan.
-        draw: draw(*sizes, dtype=, device=) gives inputs, which can be changed by `.to(dtype)`.
-        as_in_layer: inputs in float32 to those that a layer has, in bfloat16.
-        ours: ours(inputs, backend) gives the operation of one of our backends.
-        peers: makes an operation from inputs, by name.
-        sizes: of the inputs, on a GPU.
+        name: prefix of the pass in its rows, with a trailing space; "" for the scan.
+        draw: draw(*sizes, dtype=, device=) returns inputs, which `.to(dtype)` converts.
+        as_in_layer: converts float32 inputs to the dtypes of a bfloat16 layer.
+        ours: ours(inputs, backend) returns the operation of one of our backends.
+        peers: by name, functions that build an operation from inputs.
+        sizes: sizes of the inputs on a GPU.
     """
 
     name: str
@@ -210,8 +210,7 @@ def check_operations(
 ) -> dict[str, float]:
     """Worst relative errors of y and its gradients against float64; ours at most twice torch's.
 
-    Of the operations only those that compute what ours does; a peer's error is recorded, not
-    judged.
+    Only operations that compute the same as ours are checked; a peer's error is only recorded.
     """
     exact = ours(inputs.to(torch.float64), "torch").backward()
 
@@ -225,9 +224,9 @@ def check_operations(
     def judge(operation: Operation) -> None:
         found = errors(operation)
         worst[operation.name] = found.max().item()
-        # Not "any above", because an error of NaN is above nothing.
+        # Not "any above", because comparisons with NaN are false.
         if operation.name.startswith(OURS) and not (found <= limits).all():
-            raise SystemExit(f"{operation.name} is wrong by {found.max():.1e}: no timing")
+            raise SystemExit(f"{operation.name} is wrong by {found.max():.1e}: not timed")
 
     for operation in operations:
         if operation.is_scan and operation.name.startswith(OURS):
@@ -246,7 +245,7 @@ def measure_operations(
     peers: Iterable[str] = (),
     device: str = "cuda",
 ) -> list[dict]:
-    """Rows of the backends and the peers, forward and forward+backward, at one shape."""
+    """Rows of backends and peers, forward and forward+backward, at one shape."""
 
     def operations(inputs: Any) -> list[Operation]:
         ours = [subject.ours(inputs, backend) for backend in backends]

@@ -1,4 +1,4 @@
-"""Rows of one model: prefill, decoding, a training step, streams; and rows of small models.
+"""Rows of one model: prefill, forward, decoding, a training step, streams; also small models.
 
 Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
 """
@@ -6,166 +6,79 @@ Letters: B batch, T time, H heads, M modes (a peer's state size), D head channel
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_frac.bench.rows import make_row
-from flash_frac.bench.timing import (
-    OURS,
-    Times,
-    attempt,
-    peak_mib,
-    quantiles,
-    runnable,
-    time_in_turns,
-    wall_ms,
+from flash_frac.bench.recording import can_record, is_recorded, record_decoding, record_prefill
+from flash_frac.bench.subjects import (
+    Subject,
+    Way,
+    build,
+    make_generator,
+    mode_name,
+    our_subject,
+    set_backend,
 )
+from flash_frac.bench.timing import Times, attempt, quantiles, runnable, time_in_turns, wall_ms
 from flash_frac.inference import FracStream
+from flash_frac.inference.slots import LONGEST_RECORDED
 from flash_frac.models import FracConfig, FracForCausalLM
 
-# A small model in which all kernels run.
+# A step of twice as many sequences may take this many times as long; more is a cliff.
+STEEPEST = 1.5
+# A small model that uses all kernels.
 SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
 SMALL |= {"num_attention_heads": 4, "frac_num_modes": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Lengths, batches, and how many tokens a decoding takes; those of a GPU by default."""
+    """Lengths, batches and number of decoded tokens; the defaults are for a GPU."""
 
     prefill: tuple[int, ...] = (1024, 4096, 16384)
+    forward: tuple[int, ...] = (1024, 4096)
     decode_batches: tuple[int, ...] = (1, 64)
     prompt: int = 1024
-    steps: int = 128
-    # Fewer through transformers' loop, where a step takes many times as long.
-    eager_steps: int = 32
+    # As in the paper.
+    steps: int = 64
     train: tuple[int, int] = (8, 4096)
+    # Prompts that are read in pieces, the shortest first.
+    growth: tuple[int, ...] = (2**14, 2**16, 2**18, 2**20)
+    # Gradient checkpointing policies with which to also train our model.
+    policies: tuple[str, ...] = ()
     small: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
-    # Tokens that a stream is fed, and that it generates in a call.
+    # Tokens fed to a stream, and tokens that it generates per call.
     stream: tuple[int, int] = (1024, 256)
+    # "eager" or "graph": measure only this mode of prefill and decoding.
+    only: str | None = None
+
+    def asks_for(self, mode: str) -> bool:
+        return self.only in (None, mode)
 
 
 CPU_SIZES = Sizes(
     prefill=(16, 32),
+    forward=(16, 32),
     decode_batches=(1, 2),
     prompt=16,
     steps=16,
-    eager_steps=16,
     train=(2, 32),
+    growth=(16, 64),
     small=(16,),
     stream=(16, 8),
 )
 
 
 def default_sizes(**asked: Any) -> Sizes:
-    """Those of a GPU, or tiny ones on a CPU, with others for what is asked for and not None."""
+    """Sizes for a GPU, or tiny ones for a CPU; arguments that are not None override them."""
     sizes = Sizes() if torch.cuda.is_available() else CPU_SIZES
     return replace(sizes, **{name: x for name, x in asked.items() if x is not None})
-
-
-class Subject(NamedTuple):
-    """A model on the device, what it is called, what runs in it, its H, M, D and known error."""
-
-    name: str
-    model: Any
-    note: str
-    shape: Mapping[str, int | None]
-    error: float | None = None
-
-    @property
-    def is_ours(self) -> bool:
-        return isinstance(self.model, FracForCausalLM)
-
-    def label(self, way: str = "") -> str:
-        """The implementation of a row: name, size, and the way of ours or the note of a peer."""
-        note = way if self.is_ours else self.note
-        return f"{self.name} {count(self.model)}" + (f" ({note})" if note else "")
-
-    def tokens(self, batch: int, time: int) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, self.model.config.vocab_size, (batch, time), generator=generator)
-        return ids.to(self.model.device)
-
-    def row(
-        self,
-        label: str,
-        passed: str,
-        ids: Tensor,
-        times: Times,
-        *,
-        tokens: int | None,
-        function: Callable[[], object] | None = None,
-    ) -> dict:
-        """A row, with the memory of one more call of the function."""
-        peak = None
-        # The allocator does not see what a CUDA graph uses when it is replayed.
-        if function is not None and not label.endswith(("(Generator)", "(generate)")):
-            peak = peak_mib(function, whole=True)
-        return make_row(
-            label,
-            passed,
-            {"B": ids.shape[0], "T": ids.shape[1], **self.shape},
-            self.model.dtype,
-            times,
-            tokens=tokens,
-            peak=peak,
-            error=self.error,
-        )
-
-    def rows(
-        self,
-        passed: str,
-        ids: Tensor,
-        functions: Mapping[str, Callable[[], object]],
-        failures: list[str],
-    ) -> list[dict]:
-        """Rows of the functions that run, by their labels, timed in turns on all of `ids`."""
-        times = time_in_turns(runnable(functions, failures))
-        return [
-            self.row(label, passed, ids, found, tokens=ids.numel(), function=functions[label])
-            for label, found in times.items()
-        ]
-
-
-def build(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A causal language model with random weights, made on the device and never elsewhere."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # generate is to run to the end, whatever the random weights come up with.
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
-
-
-def our_subject(model: FracForCausalLM, error: float | None) -> Subject:
-    config = model.config
-    heads, modes = config.num_attention_heads, config.frac_num_modes
-    shape = {"H": heads, "M": modes, "D": config.frac_head_dim}
-    return Subject(OURS, model, "", shape, error)
-
-
-def count(model: Any) -> str:
-    """The number of parameters, those shared counted once."""
-    number = sum(parameter.numel() for parameter in model.parameters())
-    for unit, letter in ((1e9, "B"), (1e6, "M")):
-        if number >= unit:
-            return f"{number / unit:.2f}{letter}"
-    return f"{number / 1e3:.1f}K"
-
-
-def set_backend(model: Any, backend: str) -> Any:
-    """Have every layer that can choose compute with this backend."""
-    for module in model.modules():
-        if hasattr(module, "backend"):
-            module.backend = backend
-    return model
 
 
 def forward(model: Any, ids: Tensor) -> None:
@@ -178,20 +91,17 @@ def forward_backward(model: Any, ids: Tensor) -> None:
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
-def make_generator(subject: Subject, failures: list[str]) -> Any:
-    """Our fast path of inference around the model; None for a peer, or if it cannot be made."""
-
-    def make() -> Any:
-        from flash_frac.inference import Generator
-
-        return Generator(subject.model)
-
-    made = attempt(subject.label("Generator"), make, failures) if subject.is_ours else []
-    return made[0] if made else None
+def recomputing(model: FracForCausalLM, ids: Tensor, policy: str) -> None:
+    """`forward_backward` with a gradient checkpointing policy."""
+    model.gradient_checkpointing_enable({"policy": policy})
+    try:
+        forward_backward(model, ids)
+    finally:
+        model.gradient_checkpointing_disable()
 
 
 def prefill_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict]:
-    """The backbone with its cache; ours also as `Generator` does it, up to the next token."""
+    """The backbone with its cache, eager and in a graph; `Generator` also computes logits."""
 
     def eager(ids: Tensor) -> None:
         with torch.no_grad():
@@ -200,40 +110,105 @@ def prefill_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[di
     rows = []
     for num_tokens in sizes.prefill:
         ids = subject.tokens(1, num_tokens)
-        functions: dict[str, Callable[[], object]] = {subject.label("eager"): partial(eager, ids)}
-        # A new one each time, because it keeps the memory of every shape it has seen.
+        ways = [Way(subject.label("eager"), "eager", partial(eager, ids))]
+        recorded = can_record(subject.model) and sizes.asks_for("graph")
+        # Build a new one each time, because it keeps the memory of every shape.
         if generator := make_generator(subject, failures):
-            functions[subject.label("Generator")] = partial(generator.prefill, ids)
-        rows += subject.rows("prefill", ids, functions, failures)
+            ways.append(generator_way(subject, generator, ids))
+            # For our model, use the graph of `Generator` if it has one.
+            recorded = recorded and ways[-1].mode == "eager"
+        if recorded:
+            record = partial(record_prefill, subject.model, ids, subject.prefill_options)
+            label = subject.label("graph")
+            ways += [Way(label, "graph", call) for call in attempt(label, record, failures)]
+        held = subject.state_bytes(ids, failures)
+        ways = [way for way in ways if sizes.asks_for(way.mode)]
+        rows += subject.rows("prefill", ids, ways, failures, held)
+    return rows
+
+
+def generator_way(subject: Subject, generator: Any, ids: Tensor) -> Way:
+    """Prefill by `Generator`, which records short prompts."""
+    by_graph = is_recorded(subject.model) and ids.shape[1] <= LONGEST_RECORDED
+    return Way(subject.label("Generator"), mode_name(by_graph), partial(generator.prefill, ids))
+
+
+def forward_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict]:
+    """`model(ids)` without a cache or gradients, eager, with the logits of all tokens."""
+    rows = []
+    for num_tokens in sizes.forward:
+        ids = subject.tokens(1, num_tokens)
+        way = Way(subject.label("eager"), "eager", partial(forward, subject.model, ids))
+        rows += subject.rows("forward", ids, [way], failures)
     return rows
 
 
 def decode_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict]:
-    """Greedy decoding by `model.generate`; ours also by transformers' loop and by `Generator`."""
+    """Greedy decoding with `model.generate` and, for peers, with all steps in one graph.
+
+    Our `generate` replays graphs on a GPU, so our eager row uses transformers' loop. Our other row
+    uses `Generator`. Prints how step times grow with the batch.
+    """
     rows = []
     for batch in sizes.decode_batches:
         ids = subject.tokens(batch, sizes.prompt)
-        generate = subject.model.generate
-        ways = {subject.label("generate"): (generate, sizes.eager_steps)}
-        if subject.is_ours:
-            # On a GPU, `generate` replays graphs, unless it is asked for a cache.
-            loop = partial(generate, cache_implementation="dynamic")
-            ways = {
-                subject.label("generate"): (generate, sizes.steps),
-                subject.label("transformers' loop"): (loop, sizes.eager_steps),
-            }
-        if generator := make_generator(subject, failures):
-            ways[subject.label("Generator")] = (generator.generate, sizes.steps)
-        for label, (generate, steps) in ways.items():
-            for times in attempt(label, partial(step_times, generate, ids, steps), failures):
-                many = partial(generate, ids, max_new_tokens=1 + steps)
-                row = subject.row(label, "decode", ids, times, tokens=batch, function=many)
+        held = subject.state_bytes(ids, failures)
+        times: dict[Way, Callable[[], Times]] = {}
+        for way, generate in generating_ways(subject, failures).items():
+            many = partial(generate, ids, max_new_tokens=1 + sizes.steps)
+            times[way._replace(call=many)] = partial(step_times, generate, ids, sizes.steps)
+        if can_record(subject.model) and not subject.is_ours:
+            way = Way(subject.label("graph"), "graph")
+            times[way] = partial(recorded_step_times, subject, ids, sizes.steps)
+        for way, measure in times.items():
+            for found in attempt(way.label, measure, failures) if sizes.asks_for(way.mode) else ():
+                row = subject.row(way, "decode", ids, found, tokens=batch, state_bytes=held)
                 rows.append(row)
+    for line in describe_steps(rows):
+        print(line, flush=True)
     return rows
 
 
+def describe_steps(rows: Iterable[dict]) -> list[str]:
+    """For each way of decoding, the steepest growth of a step with twice as many sequences."""
+    steps: dict[str, dict[int, float]] = {}
+    for row in rows:
+        steps.setdefault(row["implementation"], {})[row["B"]] = row["ms_p50"]
+    lines = []
+    for label, times in steps.items():
+        growth = {b: times[2 * b] / times[b] for b in times if 2 * b in times}
+        if growth:
+            batch = max(growth, key=lambda b: growth[b])
+            text = f"{label}: a step of 2B takes at most {growth[batch]:.2f} times a step of B"
+            cliffs = [b for b in growth if growth[b] > STEEPEST]
+            named = "".join(f"; CLIFF from {b} to {2 * b}: {growth[b]:.2f}" for b in cliffs)
+            lines.append(f"{text} ({batch} to {2 * batch}){named}")
+    return lines
+
+
+def generating_ways(subject: Subject, failures: list[str]) -> dict[Way, Callable[..., Tensor]]:
+    """Functions of prompts and `max_new_tokens`, by label."""
+    generate = subject.model.generate
+    if not subject.is_ours:
+        return {Way(subject.label("generate"), "eager"): generate}
+    ways: dict[Way, Callable[..., Tensor]] = {}
+    mode = mode_name(is_recorded(subject.model))
+    if generator := make_generator(subject, failures):
+        ways[Way(subject.label("Generator"), mode)] = generator.generate
+    # On a GPU, `generate` also replays graphs, unless a cache implementation is requested.
+    ways[Way(subject.label("generate"), mode)] = generate
+    loop = partial(generate, cache_implementation="dynamic")
+    return {**ways, Way(subject.label("transformers' loop"), "eager"): loop}
+
+
+def recorded_step_times(subject: Subject, ids: Tensor, steps: int) -> Times:
+    """Milliseconds per step in a graph of all steps."""
+    decode = record_decoding(subject.model, ids, steps, subject.make_cache)
+    return repeated_times(decode, parts=steps)
+
+
 def step_times(generate: Callable[..., Tensor], ids: Tensor, steps: int) -> Times:
-    """Milliseconds of a step: the time of many tokens less that of one, which holds the prefill."""
+    """Milliseconds per step: time of many tokens minus that of one, which includes the prefill."""
 
     def run(num: int) -> None:
         output = generate(ids, max_new_tokens=num)
@@ -244,7 +219,7 @@ def step_times(generate: Callable[..., Tensor], ids: Tensor, steps: int) -> Time
     one, many = partial(run, 1), partial(run, 1 + steps)
     one()
     many()
-    pairs = [(wall_ms(one), wall_ms(many)) for _ in range(5)]
+    pairs = [(wall_ms(one), wall_ms(many)) for _ in range(3)]
     first = statistics.median(pair[0] for pair in pairs)
     times = quantiles([(pair[1] - first) / steps for pair in pairs])
     if times.p50 <= 0:
@@ -253,10 +228,13 @@ def step_times(generate: Callable[..., Tensor], ids: Tensor, steps: int) -> Time
 
 
 def train_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict]:
-    """Forward and backward of the language model, its loss included."""
+    """Forward and backward of the language model with its loss; ours also with `policies`."""
     model, ids = subject.model.train(), subject.tokens(*sizes.train)
-    functions = {subject.label(): partial(forward_backward, model, ids)}
-    rows = subject.rows("train", ids, functions, failures)
+    ways = [Way(subject.label(), "eager", partial(forward_backward, model, ids))]
+    for policy in sizes.policies if subject.is_ours else ():
+        label = subject.label(f"recomputing {policy}")
+        ways.append(Way(label, "eager", partial(recomputing, model, ids, policy)))
+    rows = subject.rows("train", ids, ways, failures)
     model.zero_grad(set_to_none=True)
     model.eval()
     return rows
@@ -265,7 +243,7 @@ def train_rows(subject: Subject, sizes: Sizes, failures: list[str]) -> list[dict
 def small_rows(
     device: str, dtype: torch.dtype, sizes: Sizes, error: float, failures: list[str]
 ) -> list[dict]:
-    """A model of width 256 on each of our backends, logits and loss included."""
+    """A model of width 256 on each of our backends, including logits and loss."""
     config = FracConfig(**SMALL, num_hidden_layers=8)
     subjects = {}
     for backend in ("triton", "torch") if device == "cuda" else ("torch",):
@@ -279,18 +257,17 @@ def small_rows(
             functions = {label: partial(run, s.model, ids) for label, s in subjects.items()}
             times = time_in_turns(runnable(functions, failures))
             for label, found in times.items():
-                row = subjects[label].row(
-                    label, passed, ids, found, tokens=num_tokens, function=functions[label]
-                )
-                rows.append(row)
+                way = Way(label, "eager", functions[label])
+                rows.append(subjects[label].row(way, passed, ids, found, tokens=num_tokens))
     return rows
 
 
 def stream_rows(subject: Subject, sizes: Sizes, folder: Path) -> Iterator[dict]:
-    """Saving and loading a FracStream in a folder, and one token more; T tokens were fed."""
+    """Save and load a FracStream of T tokens in a folder, and decode one more token."""
     fed, generated = sizes.stream
     ids = subject.tokens(1, fed)
-    row = partial(subject.row, subject.label("FracStream"), ids=ids)
+    way = Way(subject.label("FracStream"), mode_name(is_recorded(subject.model)))
+    row = partial(subject.row, way, ids=ids)
     stream = FracStream(subject.model).feed(ids)
     path = folder / "state.safetensors"
     files = {
@@ -303,7 +280,7 @@ def stream_rows(subject: Subject, sizes: Sizes, folder: Path) -> Iterator[dict]:
 
 
 def stream_step_times(stream: FracStream, num_tokens: int) -> Times:
-    """Times of one token, in a stream that goes on and on; graphs are recorded before."""
+    """Times per token in a continuing stream, after graphs are recorded."""
 
     def run() -> None:
         made = sum(1 for _ in stream.generate(max_new_tokens=num_tokens, eos=False))
@@ -313,6 +290,6 @@ def stream_step_times(stream: FracStream, num_tokens: int) -> Times:
 
 
 def repeated_times(function: Callable[[], object], *, parts: int = 1) -> Times:
-    """Times of one of the equal parts of a call, over seven calls after one that does not count."""
+    """Times of one of the equal parts of a call, over seven calls after one warm-up."""
     function()
     return quantiles([wall_ms(function) / parts for _ in range(7)])

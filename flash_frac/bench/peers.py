@@ -1,20 +1,23 @@
-"""Models and operators to compare with, each only where it can be imported and run.
+"""Models and operators to compare with, if they can be imported and run.
 
-Models are made of the layers their authors publish, as many as bring the backbone to the size of
-the FRAC model given: the paper's choice. Operators have 16 heads.
+Models consist of the layers that their authors publish, as many as match the backbone size of the
+given FRAC model, as in the paper. Operators have 16 heads.
 Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_frac.bench.mamba3 import Mamba3Config, import_mamba_ssm
 from flash_frac.bench.timing import attempt
 from flash_frac.ops.testing import ScanInputs
 from flash_frac.provenance import version_of
@@ -24,16 +27,22 @@ Peer = TypeVar("Peer")
 
 
 class ModelPeer(NamedTuple):
-    """A causal language model: its configuration, `note` on what runs in it, and H, M, D."""
+    """A causal language model: its configuration, a `note` on its kernels, and H, M, D.
+
+    For CUDA graphs: `prefill_options` of its backbone, and a function that builds an empty
+    fixed-size cache for a configuration and a number of tokens, if its own cache grows.
+    """
 
     name: str
     config: Any
     note: str
     shape: Mapping[str, int | None]
+    prefill_options: Mapping[str, Any] = MappingProxyType({})
+    make_cache: Callable[[Any, int], Any] | None = None
 
 
 class Operation(NamedTuple):
-    """A function of tensors that yields y. `shape`: its H, M, D; `is_scan`: whether y is ours."""
+    """A function of tensors that returns y. `shape`: H, M, D; `is_scan`: whether y equals ours."""
 
     name: str
     shape: Mapping[str, int | None]
@@ -46,7 +55,7 @@ class Operation(NamedTuple):
             return self.function(*self.arguments)
 
     def backward(self) -> list[Tensor]:
-        """y and the gradients of its sum, forward included."""
+        """y and the gradients of its sum, including the forward pass."""
         leaves = [x.detach().requires_grad_() for x in self.arguments]
         y = self.function(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
@@ -58,19 +67,19 @@ def available(
     given: Given,
     failures: list[str],
 ) -> list[Peer]:
-    """Those of `names` that can be imported, made from what is given.
+    """Build the peers in `names` that can be imported.
 
     Args:
-        peers: MODEL_PEERS, made in the size of a FracConfig; or OP_PEERS, made with inputs of the
+        peers: MODEL_PEERS, built in the size of a FracConfig; or OP_PEERS, built with inputs of the
             batch and time of ScanInputs.
-        failures: gets the reasons of the others.
+        failures: receives the reasons for the others.
     """
     made = (attempt(name, partial(peers[name], given), failures) for name in names)
     return [peer for found in made for peer in found]
 
 
 def _sizes(frac: Any, layers: int = 48) -> dict[str, Any]:
-    """Vocabulary and width of ours, and `layers` for 48 of ours."""
+    """Our vocabulary and width, and `layers` per 48 of our layers."""
     depth = max(1, frac.num_hidden_layers * layers // 48)
     return {
         "vocab_size": frac.vocab_size,
@@ -80,8 +89,8 @@ def _sizes(frac: Any, layers: int = 48) -> dict[str, Any]:
 
 
 def qwen3(frac: Any) -> ModelPeer:
-    """Layers of Qwen3-1.7B, 26 for 48 of ours."""
-    from transformers import Qwen3Config
+    """Layers of Qwen3-1.7B, 26 per 48 of ours."""
+    from transformers import Qwen3Config, StaticCache
 
     heads = frac.num_attention_heads
     channels = frac.hidden_size // heads
@@ -96,11 +105,16 @@ def qwen3(frac: Any) -> ModelPeer:
         attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
     )
     name = f"transformers {version_of('transformers')} Qwen3"
-    return ModelPeer(name, config, "sdpa", {"H": heads, "M": None, "D": channels})
+    # Otherwise a recorded forward would build a mask and not use sdpa's causal kernel.
+    unmasked = {"attention_mask": {"full_attention": None}}
+    shape = {"H": heads, "M": None, "D": channels}
+    return ModelPeer(
+        name, config, "sdpa", shape, unmasked, lambda config, size: StaticCache(config, size)
+    )
 
 
 def transformers_mamba2(frac: Any) -> ModelPeer:
-    """Mamba2 as transformers has it, which runs anywhere; as many layers as ours."""
+    """transformers' Mamba2, which runs anywhere; as many layers as ours."""
     from transformers import Mamba2Config
 
     channels = 64
@@ -118,8 +132,8 @@ def transformers_mamba2(frac: Any) -> ModelPeer:
 
 
 def gated_deltanet(frac: Any) -> ModelPeer:
-    """fla's layers, 22 for 48 of ours, with keys of 3/4 of the width and values of twice that."""
-    import fla  # pyright: ignore[reportMissingImports]
+    """fla's layers, 22 per 48 of ours, with keys of 3/4 of the width and values of twice that."""
+    fla = import_fla()
     from fla.models import GatedDeltaNetConfig  # pyright: ignore[reportMissingImports]
 
     heads = frac.num_attention_heads
@@ -135,8 +149,9 @@ def gated_deltanet(frac: Any) -> ModelPeer:
 
 
 def mamba2(frac: Any) -> ModelPeer:
-    """fla's layers, as many as ours; their kernels are mamba_ssm's where that is installed."""
-    import fla  # pyright: ignore[reportMissingImports]
+    """fla's layers, as many as ours; they use mamba_ssm's kernels if it is installed."""
+    fla = import_fla()
+    from fla.layers.mamba2 import is_fast_path_available  # pyright: ignore[reportMissingImports]
     from fla.models import Mamba2Config  # pyright: ignore[reportMissingImports]
 
     heads = frac.num_attention_heads
@@ -147,21 +162,39 @@ def mamba2(frac: Any) -> ModelPeer:
         state_size=128,
     )
     shape = {"H": heads, "M": 128, "D": channels}
-    return ModelPeer(f"fla {fla.__version__} Mamba2", config, mamba_kernels(), shape)
+    note = mamba_version() if is_fast_path_available else "without mamba_ssm"
+    return ModelPeer(f"fla {fla.__version__} Mamba2", config, note, shape)
+
+
+def mamba3(
+    frac: Any, *, layers: int = 48, mimo_rank: int = 1, head_dim: int | None = None
+) -> ModelPeer:
+    """mamba_ssm's layers with as many heads as ours; `layers` per 48 of ours.
+
+    Args:
+        mimo_rank: inputs and outputs per head; 1 is the SISO variant.
+        head_dim: channels per head; by default those for as many heads as ours.
+    """
+    import_mamba_ssm()
+    channels = head_dim or 2 * frac.hidden_size // frac.num_attention_heads
+    config = Mamba3Config(**_sizes(frac, layers), head_dim=channels, mimo_rank=mimo_rank)
+    kind = "SISO" if mimo_rank == 1 else f"MIMO rank {mimo_rank}"
+    shape = {"H": 2 * frac.hidden_size // channels, "M": config.state_size, "D": channels}
+    return ModelPeer(f"{mamba_version()} Mamba3", config, f"{kind}, D {channels}", shape)
 
 
 def mamba_version() -> str:
-    """mamba_ssm may also lie on the path as sources, which say nothing of their version."""
+    """Name and version of mamba_ssm; sources on the path do not state a version."""
     return f"mamba_ssm {version_of('mamba_ssm') or 'from sources'}"
 
 
-def mamba_kernels() -> str:
-    """What fla's Mamba2 runs on: it takes another path, and says nothing, if this import fails."""
-    try:
-        from mamba_ssm.ops.triton import ssd_combined  # noqa: F401 # pyright: ignore
-    except ImportError:
-        return "without mamba_ssm"
-    return mamba_version()
+def import_fla() -> Any:
+    """Import fla, after mamba_ssm: fla looks for it once on import and is silent on failure."""
+    with suppress(ImportError):
+        import_mamba_ssm()
+    import fla  # pyright: ignore[reportMissingImports]
+
+    return fla
 
 
 MODEL_PEERS: dict[str, Callable[[Any], ModelPeer]] = {
@@ -169,12 +202,16 @@ MODEL_PEERS: dict[str, Callable[[Any], ModelPeer]] = {
     "transformers_mamba2": transformers_mamba2,
     "gated_deltanet": gated_deltanet,
     "mamba2": mamba2,
+    "mamba3": mamba3,
+    # Use the head sizes that its kernels are designed for.
+    "mamba3_d64": partial(mamba3, head_dim=64),
+    "mamba3_mimo": partial(mamba3, layers=44, mimo_rank=4),
 }
 
 
 def gated_linear_attention(inputs: ScanInputs) -> Operation:
-    """The same scan of the same numbers; read and write are bfloat16, which its kernels want."""
-    import fla  # pyright: ignore[reportMissingImports]
+    """The same scan on the same inputs; its kernels need read and write in bfloat16."""
+    fla = import_fla()
     from fla.ops.gla import chunk_gla  # pyright: ignore
 
     def scan(u: Tensor, read: Tensor, write: Tensor, log_decay: Tensor) -> Tensor:
@@ -189,7 +226,7 @@ def gated_linear_attention(inputs: ScanInputs) -> Operation:
 
 
 def gated_delta_rule(inputs: ScanInputs) -> Operation:
-    import fla  # pyright: ignore[reportMissingImports]
+    fla = import_fla()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore
 
     def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -205,6 +242,7 @@ def gated_delta_rule(inputs: ScanInputs) -> Operation:
 
 
 def state_space_dual(inputs: ScanInputs) -> Operation:
+    import_mamba_ssm()
     from mamba_ssm.ops.triton import ssd_combined  # pyright: ignore[reportMissingImports]
 
     def scan(x: Tensor, dt: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
@@ -231,7 +269,7 @@ def attention(inputs: ScanInputs) -> Operation:
 
 
 def normal(inputs: ScanInputs, *sizes: int) -> Tensor:
-    """Random bfloat16 (B, T, *sizes), beside these inputs."""
+    """Random bfloat16 (B, T, *sizes), with batch, time and device of these inputs."""
     batch_time = inputs.u.shape[:2]
     return torch.randn(*batch_time, *sizes, device=inputs.u.device, dtype=torch.bfloat16)
 

@@ -1,7 +1,7 @@
 """The textbook forms that the torch backend is timed against on a CPU.
 
-Both go through chunks of 32 tokens in a Python loop, take differences of running sums of log_decay,
-and leave gradients to autograd.
+Both loop over chunks of 32 tokens in Python, use differences of cumulative sums of log_decay, and
+leave gradients to autograd.
 Letters: B batch, T time, H heads, M modes, K key channels, D channels, C chunk.
 """
 
@@ -14,7 +14,7 @@ from flash_frac.ops.testing import DeltaInputs, ScanInputs
 
 
 def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """The scan: design of the paper's appendix, gamma in one piece."""
+    """The scan as in the paper's appendix, with all of gamma at once."""
     batch, num_tokens, heads, channels = inputs.u.shape
     state = inputs.u.new_zeros(batch, heads, inputs.read.shape[-1], channels)
     future = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)[..., None]
@@ -34,7 +34,7 @@ def plain_chunk_scan(inputs: ScanInputs, chunk: int = 32) -> tuple[Tensor, Tenso
 
 
 def plain_chunk_delta(inputs: DeltaInputs, chunk: int = 32) -> tuple[Tensor, Tensor]:
-    """The delta rule: the WY form, with the system of a chunk solved by torch.linalg."""
+    """The delta rule in WY form; torch.linalg solves the system of each chunk."""
     batch, num_tokens, heads, channels = inputs.v.shape
     state = inputs.v.new_zeros(batch, heads, inputs.k.shape[-1], channels)
     future = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)

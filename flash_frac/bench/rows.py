@@ -1,10 +1,12 @@
-"""The rows of all benchmarks: how they are made, printed, kept in a CSV file and read back.
+"""Rows of all benchmarks: create, print, store in a CSV file and read back.
 
 Every row has the columns below. ms_* are times of one call, in a decode row of one step;
-tokens_per_s follows from ms_p50. peak_mib is memory at its highest: of an operator what a call
-adds, of a model all that is allocated on the GPU, weights included. error is against float64: of
-an operator that of the scan, of a model that of a small model on the same kernels. What is not
-known is empty. Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
+tokens_per_s follows from ms_p50. peak_mib is peak memory: for an operator what a call adds, for a
+model everything allocated on the GPU, including weights. error is against float64: for an operator
+that of the scan, for a model that of a small model on the same kernels. Unknown values are empty.
+mode is "eager" if kernels were launched one by one, or "graph" for CUDA graphs. state_bytes is the
+size of a model's state for one sequence of T tokens.
+Letters: B batch, T time, H heads, M modes (a peer's state size), D head channels.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ COLUMNS = (
     *("ms_p20", "ms_p50", "ms_p80", "tokens_per_s", "peak_mib", "error"),
     *MADE_WITH,
 )
+# Columns that older files may lack.
+ADDED = ("mode", "state_bytes")
+COLUMNS += ADDED
 
 
 def make_row(
@@ -40,12 +45,16 @@ def make_row(
     tokens: int | None,
     peak: int | None,
     error: float | None,
+    mode: str | None = None,
+    state_bytes: int | None = None,
 ) -> dict:
-    """The columns that a measurement fills.
+    """The columns of a measurement.
 
     Args:
-        passed: what was run.
-        tokens: those of a call; None where its time does not depend on them.
+        passed: the pass that was run.
+        tokens: tokens per call; None if the time does not depend on them.
+        mode: "eager" or "graph", for a model.
+        state_bytes: for one sequence.
     """
     return {
         "implementation": implementation,
@@ -56,6 +65,8 @@ def make_row(
         "tokens_per_s": None if tokens is None else round(1e3 * tokens / times.p50, 1),
         "peak_mib": peak,
         "error": None if error is None else f"{error:.1e}",
+        "mode": mode,
+        "state_bytes": state_bytes,
     }
 
 
@@ -65,15 +76,16 @@ def print_rows(rows: Iterable[Mapping]) -> None:
         speed = "" if speed is None else f"{speed:13,.1f} tokens/s"
         peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:7d} MiB"
         error = "" if row["error"] is None else f"  error {row['error']}"
+        mode = f" {row['mode'] or '':5}"
         print(
             f"{row['implementation']:46} {row['pass']:17} {row['B']:3d} x {row['T']:5d} "
-            f"{row['ms_p50']:10.3f} ms {speed} {peak}{error}",
+            f"{row['ms_p50']:10.3f} ms {speed} {peak}{mode}{error}",
             flush=True,
         )
 
 
 def describe_machine(script: str, arguments: Iterable[str], commit: str | None) -> dict:
-    """Where and with what: the columns that make a row repeatable."""
+    """Machine, versions and command: the columns that make a row reproducible."""
     made_with = provenance()
     return {
         **{name: made_with[name] for name in MADE_WITH if name in made_with},
@@ -84,27 +96,28 @@ def describe_machine(script: str, arguments: Iterable[str], commit: str | None) 
 
 
 def _measured(arguments: Iterable[str]) -> list[str]:
-    """The arguments without those that name files that are written, and the commit."""
+    """The arguments without output files and the commit."""
     given = list(arguments)
     for name in ("--out", "--logs", "--commit"):
         if name in given:
             del given[given.index(name) : given.index(name) + 2]
+        given = [word for word in given if not word.startswith(f"{name}=")]
     return given
 
 
 def default_path(results: Path) -> Path:
-    """The file of this machine's rows in a folder: one for each kind of GPU, one for all CPUs."""
+    """The file for this machine's rows: one per kind of GPU, and one for all CPUs."""
     if not torch.cuda.is_available():
         return results / "cpu.csv"
     return results / f"{torch.cuda.get_device_name().split()[-1].lower()}.csv"
 
 
 def check_header(path: Path, columns: Sequence[str] = COLUMNS) -> None:
-    """ValueError if the file exists with other columns, or damaged."""
+    """Raise a ValueError if the file is damaged or has wrong columns; it may lack ADDED ones."""
     if not path.exists():
         return
     header, _ = read_table(path)
-    if header != list(columns):
+    if header not in (list(columns), [name for name in columns if name not in ADDED]):
         differ = sorted(set(header) ^ set(columns)) or ["their order"]
         raise ValueError(
             f"{path} must have the columns of flash_frac/bench, but these differ: "
@@ -113,54 +126,66 @@ def check_header(path: Path, columns: Sequence[str] = COLUMNS) -> None:
 
 
 def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
-    """The rows of a file, oldest first; what is not known is empty.
+    """The rows of a file, oldest first; unknown values are empty.
 
     Example: `read_rows(Path("benchmarks/results/h200.csv"))[-1]["tokens_per_s"]`
     """
     check_header(path, columns)
-    return read_table(path)[1]
+    return [dict.fromkeys(columns, "") | row for row in read_table(path)[1]]
 
 
 def append_rows(rows: Iterable[Mapping], path: Path, columns: Sequence[str] = COLUMNS) -> None:
-    """Add rows to a file, which is made if missing; columns that a row lacks stay empty.
+    """Append rows to a file, created if missing; missing columns stay empty.
 
-    The whole file is replaced, so that neither a kill nor a full disk leaves half a row.
+    The whole file is replaced, so neither a kill nor a full disk leaves half a row.
     """
-    check_header(path, columns)
-    added = io.StringIO()
-    writer = csv.DictWriter(added, columns, restval="", lineterminator="\n")
-    if not path.exists():
-        writer.writeheader()
-    writer.writerows(rows)
-    before = path.read_bytes() if path.exists() else b""
-    write_bytes(path, before + added.getvalue().encode())
+    before = read_rows(path, columns) if path.exists() else []
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([*before, *rows])
+    write_bytes(path, table.getvalue().encode())
+
+
+def print_plain(rows: Iterable[Mapping]) -> None:
+    print(*rows, sep="\n", flush=True)
 
 
 def row_keeper(
-    script: str, typed: Iterable[str], options: argparse.Namespace
-) -> Callable[[Sequence[Mapping]], None]:
-    """A function that prints rows and appends them at once, so that they outlast a later failure.
+    script: str,
+    typed: Iterable[str],
+    options: argparse.Namespace,
+    *,
+    kind: str = "",
+    columns: Sequence[str] = COLUMNS,
+    show: Callable[[Sequence[Mapping]], None] = print_rows,
+) -> Callable[[Sequence[Mapping]], Sequence[Mapping]]:
+    """A function that shows rows and appends them at once, so that they survive a later failure.
+
+    It returns the rows.
 
     Args:
         script: path of the benchmark; rows go to the folder `results` next to it.
-        typed: its command line, and `options` what it means, with those of `add_options`.
+        typed: its command line; `options`: the same parsed, with those of `add_options`.
+        kind: folder in `results` for rows with other columns than these.
     """
-    path = options.out or default_path(Path(script).parent / "results")
-    check_header(path)
-    # Before the first row is written: from then on the tree differs from its commit.
+    path = options.out or default_path(Path(script).parent / "results" / kind)
+    check_header(path, columns)
+    # Read this before the first row is written: afterwards the tree differs from its commit.
     machine = describe_machine(script, typed, options.commit)
 
-    def keep(rows: Sequence[Mapping]) -> None:
-        print_rows(rows)
-        append_rows([{**row, **machine} for row in rows], path)
+    def keep(rows: Sequence[Mapping]) -> Sequence[Mapping]:
+        show(rows)
+        append_rows([{**row, **machine} for row in rows], path, columns)
+        return rows
 
     return keep
 
 
 def add_options(parser: argparse.ArgumentParser, *, peers: Iterable[str] = ()) -> None:
-    """The options that all benchmarks have, and those of benchmarks with peers."""
+    """Add the options of all benchmarks, and those of benchmarks with peers."""
     if names := [*peers]:
         parser.add_argument("--peers", nargs="+", choices=names, default=names)
-        parser.add_argument("--no-peers", action="store_true", help="time our code alone")
-    parser.add_argument("--commit", help="what to record where there is no git")
+        parser.add_argument("--no-peers", action="store_true", help="time only our code")
+    parser.add_argument("--commit", help="commit to record if there is no git")
     parser.add_argument("--out", type=Path, help="CSV to append to; benchmarks/results/<gpu>.csv")

@@ -1,8 +1,8 @@
-"""Load on servers with OpenAI's API: tokens/s, time to the first token and between tokens, memory.
+"""Load tests of servers with OpenAI's API: tokens/s, time to first token, latency, memory.
 
-Every row has the columns below. first_ms is from a request to its first text; between_ms is from
-one event of a stream to the next, which may bring several tokens; tokens_per_s are all tokens of
-all clients over the time from the first request to the last token. held_mib is the memory of the
+Every row has the columns below. first_ms is the time from a request to its first text; between_ms
+is the time between events of a stream, which may bring several tokens; tokens_per_s counts all
+tokens of all clients from the first request to the last token. held_mib is the memory of the
 server's process on the GPU, or its resident memory on a CPU.
 """
 
@@ -37,18 +37,18 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much is asked.
+    """Sizes of the load.
 
     Attributes:
-        clients: numbers of clients of the plain load, at once.
-        sequential: the same for the server that answers one after another.
+        clients: numbers of concurrent clients of the plain load.
+        sequential: the same for the sequential server.
         prompt, new: tokens of a request and of its answer.
-        rounds: requests of each client.
-        shared, question: tokens of a system prompt that all share, and of what follows it.
-        long: tokens of prompts that come in while others decode, for `seconds`.
-        conversations: how many are held; each has `turn` tokens and is continued by as many.
-        processes: over which clients are spread.
-        device_gib: prefix states on the device, for all scenarios but those without them.
+        rounds: requests per client.
+        shared, question: tokens of a shared system prompt, and of the question after it.
+        long: tokens of prompts that arrive while others decode, for `seconds`.
+        conversations: number of conversations; each has `turn` tokens and continues by as many.
+        processes: number of client processes.
+        device_gib: prefix cache on the device, for all scenarios that use one.
     """
 
     clients: Sequence[int] = (1, 8, 64, 256)
@@ -92,7 +92,7 @@ SMOKE_CONFIG = FracConfig(
 
 
 class Words:
-    """Random words of the benchmark's tokenizer; the same ones in every run."""
+    """Random words of the benchmark's tokenizer, the same in every run."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size, self.random = vocab_size, random.Random(seed)
@@ -106,7 +106,7 @@ def completion(prompt: str, new: int) -> dict[str, Any]:
 
 
 def quantile(values: Sequence[float], percent: int) -> float | None:
-    """Of any number of values; None of none.
+    """A percentile of any number of values; None if there are none.
 
     Example: `quantile([1.0, 2.0, 3.0], 50) == 2.0`
     """
@@ -118,7 +118,7 @@ def quantile(values: Sequence[float], percent: int) -> float | None:
 def make_row(
     server: Server, scenario: str, clients: int, prompt: int, new: int, results: list[dict]
 ) -> dict[str, Any]:
-    """The columns that results fill; an answer of another length is an error."""
+    """The columns computed from results; an answer of another length is an error."""
     wrong = [sum(result["counts"]) for result in results if sum(result["counts"]) != new]
     if wrong:
         raise RuntimeError(f"{scenario}: answers must have {new} tokens, got {wrong[:5]}")
@@ -146,19 +146,19 @@ def make_row(
 
 
 def plain(server: Server, load: Load, words: Words, numbers: Sequence[int]) -> Iterator[dict]:
-    """Prompts that share nothing, by more and more clients."""
+    """Prompts without common prefixes, from more and more clients."""
     for number in numbers:
         for new, rounds in ((min(8, load.new), 1), (load.new, load.rounds)):
             asked = [
                 [completion(words(load.prompt), new) for _ in range(rounds)] for _ in range(number)
             ]
-            # The first time warms the server up, which records graphs by numbers of slots.
+            # The first round warms up the server, which records a graph per number of slots.
             results = server.send(COMPLETIONS, asked, processes=load.processes)
         yield make_row(server, "plain", number, load.prompt, load.new, results)
 
 
 def shared(server: Server, load: Load, words: Words, scenario: str) -> Iterator[dict]:
-    """Prompts that begin with the same system prompt, by eight clients."""
+    """Prompts with the same system prompt, from eight clients."""
     system = words(load.shared)
 
     def ask() -> dict[str, Any]:
@@ -172,7 +172,7 @@ def shared(server: Server, load: Load, words: Words, scenario: str) -> Iterator[
 
 
 def beside_long(server: Server, load: Load, words: Words) -> Iterator[dict]:
-    """Streams of many clients, while one more sends long prompts all the time."""
+    """Streams of many clients while another one keeps sending long prompts."""
     number = min(64, max(load.clients))
     asked = [[completion(words(load.prompt), load.new)] for _ in range(number)]
     long = [[completion(words(load.long), 1) for _ in range(4)]]
@@ -192,7 +192,7 @@ def beside_long(server: Server, load: Load, words: Words) -> Iterator[dict]:
 
 
 def conversations(server: Server, load: Load, words: Words) -> Iterator[dict]:
-    """Many conversations are begun, then each is continued once, by one client."""
+    """Start many conversations, then continue each once from one client."""
     prompts = [words(load.turn) for _ in range(load.conversations)]
     number = min(64, load.conversations)
     asked = [[completion(text, load.turn) for text in prompts[n::number]] for n in range(number)]
@@ -201,7 +201,7 @@ def conversations(server: Server, load: Load, words: Words) -> Iterator[dict]:
     said = dict(zip(order, (result["text"] for result in begun), strict=True))
     scenario = f"{load.conversations} conversations"
     yield make_row(server, f"{scenario}, begun", number, load.turn, load.turn, begun)
-    # Any order but that of the last use.
+    # By index, which is not the order of last use.
     turns = [f"{prompts[n]} {said[n]} {words(load.turn)}" for n in range(len(prompts))]
     results = server.send(COMPLETIONS, [[completion(text, 2) for text in turns]], processes=1)
     yield make_row(server, f"{scenario}, continued", 1, 3 * load.turn, 2, results)
@@ -210,14 +210,14 @@ def conversations(server: Server, load: Load, words: Words) -> Iterator[dict]:
 def measure(
     config: Any, load: Load, *, servers: Sequence[str] = SERVERS, logs: Path | None = None
 ) -> Iterator[dict]:
-    """Rows of all scenarios, as they are measured.
+    """Yield the rows of all scenarios as they are measured.
 
-    A server that fails is left out; an error at the end says so if it is ours.
+    A server that fails is skipped; if it is ours, an error is raised at the end.
 
     Args:
-        config: of our model; Qwen3 is made in its size.
-        servers: of SERVERS.
-        logs: folder for what the servers print; by default it is lost.
+        config: configuration of our model; Qwen3 is built in its size.
+        servers: names in SERVERS.
+        logs: folder for the servers' output, which is discarded by default.
 
     Example: `for row in measure(SMOKE_CONFIG, SMOKE): print(row)`
     """
@@ -237,20 +237,20 @@ def measure(
 
 
 class Place(NamedTuple):
-    """Where checkpoints and logs go, and the dtype of weights."""
+    """Folders for checkpoints and logs, and the dtype of weights."""
 
     folder: Path
     logs: Path
     dtype: torch.dtype
 
     def checkpoint(self, config: Any) -> str:
-        """A checkpoint of this configuration, made once."""
+        """A checkpoint of this configuration, written once."""
         folder = self.folder / config.model_type
         return str(folder if folder.exists() else write_checkpoint(config, folder, self.dtype))
 
 
 def _until_failure(label: str, rows: Iterator[dict], failures: list[str]) -> Iterator[dict]:
-    """The rows up to the first that cannot be measured, each when it is there."""
+    """Yield rows as they come, up to the first that cannot be measured."""
     while found := attempt(label, lambda: next(rows, None), failures):
         if found[0] is None:
             return
@@ -271,7 +271,7 @@ def _ours(config: Any, load: Load, place: Place) -> Iterator[dict]:
 
 
 def _qwen3(config: Any, load: Load, place: Place) -> Iterator[dict]:
-    """transformers' server with its own continuous batching, over pages of keys and values."""
+    """transformers' server with its own continuous batching and paged KV cache."""
     peer, words = qwen3(config), Words(config.vocab_size)
     command = [*TRANSFORMERS, "serve", place.checkpoint(peer.config), "--continuous-batching"]
     with running(f"{peer.name} transformers serve", command, place.logs / "qwen3.log") as server:
@@ -281,7 +281,7 @@ def _qwen3(config: Any, load: Load, place: Place) -> Iterator[dict]:
 
 
 def _sequential(config: Any, load: Load, place: Place) -> Iterator[dict]:
-    """transformers' server with our model, which answers one request after another."""
+    """transformers' server with our model, answering one request after another."""
     command = [*FRAC, "serve", place.checkpoint(config), "--sequential"]
     name, log = "frac serve --sequential", place.logs / "sequential.log"
     with running(name, command, log) as server:

@@ -1,7 +1,7 @@
-"""Servers to measure, each in a process of its own on loopback, with random weights.
+"""Servers to measure, each in its own process on loopback, with random weights.
 
-The tokenizer has one word for each token and nothing else, so that a prompt of n words has n tokens
-and the words of an answer can be counted.
+Each token of the tokenizer is one word, so a prompt of n words has n tokens, and the words of an
+answer can be counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from flash_frac.bench import clients
 from flash_frac.bench.parts import build
 
-# The plain command of transformers, which may be on no path.
+# The `transformers` command, which may not be on the PATH.
 TRANSFORMERS = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
 FRAC = [sys.executable, "-m", "flash_frac.cli"]
 START_SECONDS = 600
@@ -34,7 +34,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def words_tokenizer(vocab_size: int) -> Any:
-    """One token for each of the words w0, w1, ..., and a chat template that adds none."""
+    """One token for each word w0, w1, ..., and a chat template that adds no tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -45,7 +45,7 @@ def words_tokenizer(vocab_size: int) -> Any:
 
 
 def write_checkpoint(config: Any, folder: Path, dtype: torch.dtype) -> Path:
-    """A model with random weights that never ends an answer by itself, and its tokenizer."""
+    """Write a model with random weights that never ends an answer by itself, and its tokenizer."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(config, dtype, device)
     model.generation_config.pad_token_id = None
@@ -59,7 +59,7 @@ def write_checkpoint(config: Any, folder: Path, dtype: torch.dtype) -> Path:
 
 @dataclass
 class Server:
-    """A server that runs: where, and the memory it has taken."""
+    """A running server: its address and memory."""
 
     name: str
     port: int
@@ -67,7 +67,7 @@ class Server:
     used_before: int
 
     def held(self) -> int:
-        """Bytes: of a GPU all that is in use since the start, of a CPU those of the process."""
+        """Bytes used: on a GPU all since the start, on a CPU those of the process."""
         if torch.cuda.is_available():
             return _gpu_bytes() - self.used_before
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -81,12 +81,12 @@ class Server:
     def send(
         self, path: str, asked: Sequence[Sequence[dict]], *, processes: int, seconds: float = 0
     ) -> list[dict[str, Any]]:
-        """The results of clients that each send their requests one after another.
+        """Results of concurrent clients that each send their requests in sequence.
 
         Args:
             asked: the requests of each client.
-            processes: over which clients are spread.
-            seconds: how long they go on with them, see `clients.Load`.
+            processes: number of client processes.
+            seconds: how long they repeat them, see `clients.Load`.
         """
         shares = [asked[n::processes] for n in range(min(processes, len(asked)))]
         with ThreadPoolExecutor(len(shares)) as pool:
@@ -94,7 +94,7 @@ class Server:
             done = list(pool.map(lambda share: _run_clients(load | {"clients": share}), shares))
         results: list[Any] = [None] * sum(map(len, done))
         if seconds == 0:
-            # Back into the order of the clients; each has as many results as requests.
+            # Restore the order of the clients; each has as many results as requests.
             sizes = [len(requests) for requests in asked]
             starts = [sum(sizes[:n]) for n in range(len(sizes))]
             for n, found in enumerate(done):
@@ -125,11 +125,11 @@ def _gpu_bytes() -> int:
 
 @contextmanager
 def running(name: str, command: Sequence[str], log: Path) -> Iterator[Server]:
-    """Start a server, wait until it is healthy, and end it with SIGTERM.
+    """Start a server, wait until it is healthy, and stop it with SIGTERM.
 
     Args:
-        command: without its port.
-        log: a file for what it prints.
+        command: its command without the port.
+        log: file for its output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

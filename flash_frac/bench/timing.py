@@ -1,4 +1,4 @@
-"""How functions are timed: warm, in turns, on a GPU by events, with the memory they need."""
+"""Time functions: after a warm-up, interleaved, with CUDA events on a GPU; measure their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 Result = TypeVar("Result")
-# What the rows of this project's own code begin with; all others are peers.
+# Prefix of rows of this project's own code; all others are peers.
 OURS = "flash_frac"
 
 
@@ -29,7 +29,7 @@ def quantiles(times: list[float]) -> Times:
 
 
 def wall_ms(function: Callable[[], object]) -> float:
-    """Milliseconds of one call, the work it left on the GPU included."""
+    """Milliseconds of one call, including its pending work on the GPU."""
     synchronize()
     start = time.perf_counter()
     function()
@@ -43,10 +43,10 @@ def synchronize() -> None:
 
 
 def sample(function: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of `repeats` calls; of quick ones on a GPU as many as fit in 0.2 s.
+    """Milliseconds of `repeats` calls; for quick ones on a GPU, of as many as fit in 0.2 s.
 
-    Those are timed by CUDA events, the GPU's cache flushed before each; past 50 ms neither that nor
-    the clock's own cost matters, and `do_bench` would take twelve calls to give five times.
+    Quick ones are timed with CUDA events, after flushing the GPU's cache. Above 50 ms neither the
+    cache nor the clock's overhead matters, and `do_bench` would need twelve calls for five times.
     """
     if not torch.cuda.is_available() or wall_ms(function) > 50:
         return [wall_ms(function) for _ in range(repeats)]
@@ -58,7 +58,7 @@ def sample(function: Callable[[], object], repeats: int) -> list[float]:
 def time_in_turns(
     functions: Mapping[str, Callable[[], object]], *, rounds: int = 2, repeats: int = 5
 ) -> dict[str, Times]:
-    """Times of each function; they take turns, so that noise falls on all."""
+    """Times of each function; calls are interleaved, so that noise affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
@@ -71,14 +71,14 @@ def time_in_turns(
 def runnable(
     functions: Mapping[str, Callable[[], object]], failures: list[str]
 ) -> dict[str, Callable[[], object]]:
-    """Those that run once without an error."""
+    """The functions that run once without an error."""
     return {name: f for name, f in functions.items() if attempt(name, f, failures)}
 
 
 def attempt(name: str, function: Callable[[], Result], failures: list[str]) -> list[Result]:
-    """The result in a list; if it fails an empty one, and why is printed and noted, once.
+    """The result in a list; after an error an empty list, and the reason is printed and recorded.
 
-    A peer may be missing or refuse its work, and the others are still to run.
+    A peer may be missing or fail, and the others must still run.
     """
     try:
         result = function()
@@ -94,7 +94,7 @@ def attempt(name: str, function: Callable[[], Result], failures: list[str]) -> l
 
 
 def peak_mib(function: Callable[[], object], *, whole: bool = False) -> int | None:
-    """Memory on the GPU at its highest in a call: what it adds, or all of it; None on a CPU."""
+    """Peak GPU memory of a call: what it adds, or all of it; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()
@@ -106,6 +106,6 @@ def peak_mib(function: Callable[[], object], *, whole: bool = False) -> int | No
 
 
 def exit_if_ours_failed(failures: Iterable[str]) -> None:
-    """A peer may fail; if our own code does, the run is to be seen as failed."""
+    """Exit with an error if our own code failed; a peer may fail."""
     if ours := [failure for failure in failures if failure.startswith(OURS)]:
         raise SystemExit("\n".join(["our own code failed:", *ours]))

@@ -1,4 +1,4 @@
-"""The benchmarks are scripts beside each other, so their folder must be where Python looks."""
+"""Put the folder of the benchmark scripts on Python's path."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmarks of models, with a tiny one on the CPU."""
+"""The model benchmarks, with a tiny model on the CPU."""
 
 import json
 import sys
@@ -9,12 +9,35 @@ import stream
 import torch
 
 from flash_frac.bench import models, parts, peers, table
-from flash_frac.bench.parts import CPU_SIZES, build, our_subject, set_backend, step_times
+from flash_frac.bench.models import PARTS
+from flash_frac.bench.parts import CPU_SIZES, describe_steps, step_times
+from flash_frac.bench.profiling import (
+    ALL,
+    MOST_KERNELS,
+    NONE,
+    PROFILE_COLUMNS,
+    Kernel,
+    summarise,
+)
 from flash_frac.bench.rows import COLUMNS, read_rows
-from flash_frac.bench.table import PAPER, bench, choose_config, choose_sizes, paper_table
+from flash_frac.bench.subjects import build, our_subject, set_backend
+from flash_frac.bench.table import (
+    PAPER,
+    bench,
+    choose_config,
+    choose_modes,
+    choose_sizes,
+    model_of,
+    paper_table,
+)
+from flash_frac.layers import mixer
+from flash_frac.layers.plain import stored
 from flash_frac.models import FracConfig
+from flash_frac.recipes import find_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sizes would be a GPU's")
+# The model that is timed unless another is given.
+PAPERS = find_config("frac-1.3b") / "config.json"
 TINY = {"model_type": "frac", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "frac_num_modes": 4}
 
@@ -27,11 +50,11 @@ def run(tmp_path, monkeypatch):
     config, out = tmp_path / "config.json", tmp_path / "out.csv"
     config.write_text(json.dumps(TINY))
 
-    def run(script, *options):
+    def run(script, *options, columns=COLUMNS):
         try:
             script.main(["--config", str(config), "--out", str(out), "--commit", "abc", *options])
         finally:
-            run.rows = read_rows(out) if out.exists() else []
+            run.rows = read_rows(out, columns) if out.exists() else []
         return run.rows
 
     return run
@@ -56,9 +79,16 @@ def test_all_parts_with_peers(run, capsys):
         found = [row["implementation"] for row in rows if row["pass"] == passed]
         for name in ("flash_frac", "Qwen3", "Mamba2", *(f"({way})" for way in expected)):
             assert any(name in label for label in found), (name, passed)
-    # Two lengths of prefill, two batches of decoding in three ways of ours, one step; two peers.
-    assert len(rows) == 2 + 4 * len(CPU_SIZES.prefill) + 5 * len(CPU_SIZES.decode_batches) + 3
-    assert "left out: mamba2: ModuleNotFoundError" in capsys.readouterr().out
+    # Two lengths of prefill and of forward, two batches of decoding in three ways of ours, one
+    # step; two peers; two lengths of growth.
+    num_read = 4 * len(CPU_SIZES.prefill) + 3 * len(CPU_SIZES.forward)
+    assert len(rows) == 2 + num_read + 5 * len(CPU_SIZES.decode_batches) + 3 + 2
+    assert {row["mode"] for row in rows} == {"eager"}
+    assert all(row["state_bytes"] for row in rows if row["pass"] in ("prefill", "decode"))
+    out = capsys.readouterr().out
+    for name in ("gated_deltanet", "mamba2", "mamba3", "mamba3_d64", "mamba3_mimo"):
+        assert f"left out: {name}: ModuleNotFoundError" in out
+        assert f"| {name} could not be run: ModuleNotFoundError: " in out
 
 
 def test_parts_alone(run, capsys):
@@ -68,10 +98,120 @@ def test_parts_alone(run, capsys):
     assert "left out" not in capsys.readouterr().out
 
 
+def test_training_by_the_policies_of_checkpointing(run):
+    rows = run(model, "--parts", "train", "--no-peers", "--policies", "all", "cheap")
+    ways = [row["implementation"].partition(" (")[2] for row in rows]
+    assert ways == ["", "recomputing all)", "recomputing cheap)"]
+    assert {row["pass"] for row in rows} == {"train"}
+
+
 def test_decoding_after_a_prompt_of_another_length(run):
     options = ["--prompt", "9", "--batches", "1"]
     rows = run(model, "--parts", "decode", "--no-peers", *options)
     assert [(row["pass"], row["B"], row["T"]) for row in rows] == [("decode", "1", "9")] * 3
+
+
+def test_prefill_and_forward_of_given_lengths(run):
+    rows = run(model, "--parts", "prefill", "forward", "--no-peers", "--lengths", "7", "9")
+    found = {passed: [x["T"] for x in rows if x["pass"] == passed] for passed in PARTS}
+    assert (found["prefill"], found["forward"]) == (["7", "7", "9", "9"], ["7", "9"])
+    assert {row["mode"] for row in rows} == {"eager"}
+
+
+def test_one_mode_only(run):
+    """On a CPU nothing is recorded."""
+    options = ["--parts", "prefill", "decode", "--batches", "1", "--no-peers"]
+    assert len(run(model, *options, "--only", "eager")) == 2 * len(CPU_SIZES.prefill) + 3
+    before = len(run.rows)
+    assert len(run(model, *options, "--only", "graph")) == before
+
+
+def test_a_cliff_is_named():
+    def row(way, batch, ms):
+        return {"implementation": f"x ({way})", "B": batch, "ms_p50": ms}
+
+    steps = {1: 1.0, 2: 1.5, 4: 2.4, 16: 9.0}
+    lines = describe_steps([row("a", *x) for x in steps.items()] + [row("b", 1, 1), row("b", 2, 1)])
+    assert lines == [
+        "x (a): a step of 2B takes at most 1.60 times a step of B (2 to 4); "
+        "CLIFF from 2 to 4: 1.60",
+        "x (b): a step of 2B takes at most 1.00 times a step of B (1 to 2)",
+    ]
+    assert describe_steps([row("a", 1, 1.0), row("a", 4, 9.0)]) == []
+
+
+def test_decoding_that_is_wrong_is_not_timed(run, monkeypatch):
+    """A step that is wrong where a parallel pass is right."""
+    step = mixer.frac_step
+
+    def wrong(*arguments, **options):
+        y, state = step(*arguments, **options)
+        return 1.1 * y, state
+
+    monkeypatch.setattr(mixer, "frac_step", wrong)
+    with pytest.raises(
+        SystemExit, match=r"decoding at batch 1 on torch are wrong by .*: not timed"
+    ):
+        run(model, "--parts", "train", "--no-peers")
+    assert run.rows == []
+
+
+def test_quantised_weights_that_are_read_wrong_are_not_timed(run, monkeypatch):
+    def halved(weight):
+        found = stored(weight)
+        return found and found._replace(scale=None if found.scale is None else found.scale / 2)
+
+    monkeypatch.setattr(models, "stored", halved)
+    options = ["--parts", "decode", "--batches", "1", "--no-peers", "--quantize", "int8"]
+    with pytest.raises(SystemExit, match=r"flash_frac int8: ValueError: .*int8 .* not timed"):
+        run(model, *options)
+    assert len(run.rows) == 3
+
+
+def test_profile(run, capsys):
+    """On a CPU, operators in place of kernels."""
+    options = ["--profile", "--batches", "1", "--lengths", "7"]
+    rows = run(model, *options, columns=PROFILE_COLUMNS)
+    assert [(row["pass"], row["B"], row["T"]) for row in rows if row["kernel"] == ALL] == [
+        ("prefill", "1", "7"),
+        ("forward", "1", "7"),
+        ("decode", "1", "16"),
+        ("train", "2", "32"),
+    ]
+    assert any(row["kernel"] == "aten::matmul" for row in rows)
+    assert "% " in capsys.readouterr().out
+
+
+def test_the_time_of_a_call_is_split_over_kernels():
+    """Two calls, of a kernel, another that runs half beside it, and a gap."""
+    runs = [
+        Kernel(name, at + start, at + end)
+        for at in (100, 110)
+        for name, start, end in (("a", 0, 4), ("b", 2, 6), ("a", 8, 10))
+    ]
+    rows = {row.pop("kernel"): tuple(row.values()) for row in summarise(runs[::-1], 2)}
+    assert rows["a"] == (2, 6, 60) and rows["b"] == (1, 4, 40)
+    assert rows[ALL] == (1, 10, 100) and rows[NONE] == (0, 2, 20)
+    many = [Kernel(f"k{n}", 10 * n, 11 * n) for n in range(1, 30)]
+    found = [row["kernel"] for row in summarise(many, 1)]
+    assert found[1] == "k29" and len(found) == MOST_KERNELS + 3
+    with pytest.raises(ValueError, match="saw no kernels"):
+        summarise([], 1)
+
+
+def test_quantised_weights_beside_ours(run):
+    """All but training, which they have none of, and growth, which is the model's."""
+    kinds = ("int8", "fp8")
+    parts = ["decode", "train", "growth"]
+    rows = run(model, "--no-peers", "--parts", *parts, "--quantize", *kinds, "--modes", "8")
+    found = [(row["implementation"].split(" (")[0].split()[1:-1], row["pass"]) for row in rows]
+    num = 3 * len(CPU_SIZES.decode_batches)
+    assert [kind for kind, passed in found if passed == "train"] == [[], ["M", "8"]]
+    assert [kind for kind, passed in found if passed == "growth"] == [[]] * len(CPU_SIZES.growth)
+    for kind in ([], ["int8"], ["fp8"], ["M", "8"]):
+        assert found.count((kind, "decode")) == num, kind
+    with pytest.raises(SystemExit):
+        run(model, "--quantize", "int3")
 
 
 def test_streams(run):
@@ -109,7 +249,7 @@ def test_a_wrong_model_is_not_timed(run, monkeypatch, capsys, script, factor):
 
     monkeypatch.setattr(models, "set_backend", spoil)
     monkeypatch.setattr(models, "machine", lambda: ("cpu", "recurrent", torch.float32))
-    with pytest.raises(SystemExit, match=r"logits on recurrent are wrong by .*: no timing"):
+    with pytest.raises(SystemExit, match=r"logits on recurrent are wrong by .*: not timed"):
         run(script)
     assert run.rows == [] and "tokens/s" not in capsys.readouterr().out
 
@@ -142,7 +282,7 @@ def test_generate_does_not_stop_at_an_end_token():
 
 def test_the_transformer_is_as_large_as_ours():
     """Backbones: embeddings are left out, which do not take part in a prefill."""
-    ours = FracConfig.from_json_file(model.CONFIG)
+    ours = FracConfig.from_json_file(PAPERS)
     peer = peers.qwen3(ours)
     sizes = []
     for config in (ours, peer.config):
@@ -157,44 +297,79 @@ def test_bench_prints_the_layout_of_the_paper(tmp_path):
     config = FracConfig(**TINY)
     lines, left_out = bench(config, peers=["qwen3", "mamba2"], sizes=CPU_SIZES, out=path)
     assert len({line.count("|") for line in lines}) == 1 and "prefill@16" in lines[0]
-    # Ours in three ways and a peer; the paper's models are larger, and ran on a GPU.
-    assert len(lines) == 2 + 4 and len(left_out) == 1
+    # Ours in four lines, a peer, and one that is missing; the paper's models are larger, and ran
+    # on a GPU.
+    assert len(lines) == 2 + 4 + 1 + 1 and len(left_out) == 1
+    assert "mamba2 could not be run: ModuleNotFoundError" in lines[-1]
     kept = json.loads(path.read_text())
     assert all(f" {row['tokens_per_s']:,.0f} |" in "\n".join(lines) for row in kept["rows"])
     assert kept["left_out"] == left_out and kept["made_with"]["torch"]
 
 
 def test_columns_of_the_table():
-    row = {"implementation": "flash_frac", "pass": "prefill", "B": 1, "T": 4096}
-    rows = [row | {"tokens_per_s": 1234.5}, row | {"pass": "decode", "B": 64, "tokens_per_s": 9}]
+    row = {"implementation": "flash_frac 1.39B (eager)", "pass": "prefill", "B": 1, "T": 4096}
+    row |= {"mode": "eager", "state_bytes": None, "tokens_per_s": 1234.5}
+    many = {"pass": "decode", "B": 64, "tokens_per_s": 9, "state_bytes": 3 * 2**19}
+    rows = [row, row | many | {"implementation": "flash_frac 1.39B (transformers' loop)"}]
     lines = paper_table(rows)
     assert lines[0].endswith("| decode | train@4K | decode x 64 |")
-    assert lines[2] == "| flash_frac |  | 1,234 |  |  |  | 9 |"
+    assert lines[2] == "| flash_frac 1.39B | eager | 1.5 |  | 1,234 |  |  |  | 9 |"
     assert len(lines) == 3 + len(PAPER)
-    assert lines[-1].startswith("| *FRAC, paper* | 16,213 | 49,946 | 77,490 | 33 | 241,598 |")
-    assert paper_table(rows, paper=False)[0] == "| tokens/s | prefill@4K | decode x 64 |"
+    assert lines[-1].startswith("| *FRAC, paper* |  |  | 16,213 | 49,946 | 77,490 | 33 | 241,598 |")
+    columns = "| tokens/s | mode | state, MiB | prefill@4K | decode x 64 |"
+    assert paper_table(rows, paper=False)[0] == columns
+
+
+def test_modes_and_ways_have_lines_of_their_own():
+    def row(way, mode, passed, rate):
+        about = {"implementation": f"flash_frac 1.39B ({way})", "mode": mode, "pass": passed}
+        return about | {"B": 1, "T": 1024, "tokens_per_s": rate, "state_bytes": 2**20}
+
+    rows = [
+        row("eager", "eager", "prefill", 1),
+        row("Generator", "graph", "prefill", 2),
+        row("Generator", "graph", "decode", 3),
+        row("generate", "graph", "decode", 4),
+        row("transformers' loop", "eager", "decode", 5),
+        row("Generator", "eager", "growth", 6),
+    ]
+    lines = paper_table(rows, ["a peer: Error: no | kernel"], paper=False)
+    assert lines[2:] == [
+        "| flash_frac 1.39B | eager | 1.0 | 1 | 5 |",
+        "| flash_frac 1.39B | graph | 1.0 | 2 | 3 |",
+        "| flash_frac 1.39B (generate) | graph | 1.0 |  | 4 |",
+        "| a peer could not be run: Error: no \\| kernel | | | | |",
+    ]
+
+
+def test_the_model_of_a_row():
+    assert model_of("x Qwen3 1.37B (sdpa, graph)") == "x Qwen3 1.37B (sdpa)"
+    assert model_of("flash_frac 1.39B (Generator)") == model_of("flash_frac 1.39B")
 
 
 def test_the_paper_stands_beside_its_own_size_on_a_gpu(monkeypatch):
-    whole = FracConfig.from_json_file(model.CONFIG)
-    assert not table._is_papers(whole)
+    whole = FracConfig.from_json_file(PAPERS)
+    assert not table.is_papers(whole)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert table._is_papers(whole) and not table._is_papers(FracConfig(**TINY))
+    assert table.is_papers(whole) and not table.is_papers(FracConfig(**TINY))
 
 
 def test_what_is_not_known_is_named():
     config = FracConfig(**TINY)
-    with pytest.raises(ValueError, match="parts must be of prefill, decode, train, got speed"):
+    with pytest.raises(ValueError, match=r"parts must be among prefill, forward, decode, .*, got"):
         bench(config, parts=["speed"])
-    with pytest.raises(ValueError, match=r"peers must be of qwen3, .*, got gpt"):
+    with pytest.raises(ValueError, match=r"peers must be among qwen3, .*, got gpt"):
         bench(config, peers=["gpt"])
     assert choose_sizes("64,128").prefill == (64, 128)
     with pytest.raises(ValueError, match="lengths must be positive numbers"):
         choose_sizes("1K")
+    assert choose_modes("") == () and choose_modes("32,64") == (32, 64)
+    with pytest.raises(ValueError, match="modes must be positive numbers such as 32,64"):
+        choose_modes("all")
 
 
 def test_the_default_is_the_model_of_the_recipe(monkeypatch):
-    with pytest.raises(ValueError, match="config must be given where there is no GPU"):
+    with pytest.raises(ValueError, match="config must be given if there is no GPU"):
         choose_config(None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert choose_config(None).to_dict() == FracConfig.from_json_file(model.CONFIG).to_dict()
+    assert choose_config(None).to_dict() == FracConfig.from_json_file(PAPERS).to_dict()

@@ -1,4 +1,4 @@
-"""The benchmark of the op, at sizes that a CPU takes in passing."""
+"""The operator benchmark, at sizes that are quick on a CPU."""
 
 import sys
 
@@ -81,7 +81,7 @@ def test_wrong_results_are_not_timed(factor):
     inputs = random_inputs(*SIZES, dtype=torch.bfloat16)
     right = ops.our_scan(inputs, "torch")
     wrong = right._replace(function=lambda *x: factor * right.function(*x))
-    with pytest.raises(SystemExit, match=r"is wrong by .*: no timing"):
+    with pytest.raises(SystemExit, match=r"is wrong by .*: not timed"):
         ops.check_operations([wrong], inputs)
 
 
@@ -113,5 +113,5 @@ def test_a_wrong_scan_has_no_row_on_a_cpu(monkeypatch, operator):
     right = case.implementations["flash_frac torch"]
     wrong = {"flash_frac torch": lambda inputs: [1.1 * x for x in right(inputs)]}
     monkeypatch.setitem(ops.ON_CPU, operator, case._replace(implementations=wrong))
-    with pytest.raises(SystemExit, match=r"flash_frac torch is wrong by .*: no timing"):
+    with pytest.raises(SystemExit, match=r"flash_frac torch is wrong by .*: not timed"):
         ops.measure_cpu(operator, 64, 2)

@@ -1,4 +1,4 @@
-"""The benchmark of servers: a tiny model, little load, and its numbers from known results."""
+"""The server benchmark: a tiny model, little load, and its numbers from known results."""
 
 from types import SimpleNamespace
 
