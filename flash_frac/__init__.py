@@ -1,7 +1,7 @@
 """flash-frac: FRAC, a state-space sequence model whose memory fades as a power law.
 
 The parts, each imported by name: `flash_frac.theory` (fractional calculus to a finite bank),
-`flash_frac.ops` (the scan), `flash_frac.layers` (FracMixer), `flash_frac.models` (Hugging Face) and
+`flash_frac.ops` (the scan), `flash_frac.layers` (FracLayer), `flash_frac.models` (Hugging Face) and
 `flash_frac.inference` (generation). The names below are loaded when first touched, so that
 importing this package is quick.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_frac.inference import FracStream, Generator, SamplingSettings
-    from flash_frac.layers import FracMixer, MixerState
+    from flash_frac.layers import DeltaLayer, FracLayer, FracMixer, MixerState
     from flash_frac.models import (
         FracConfig,
         FracForCausalLM,
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     )
     from flash_frac.ops import ScanOutput, frac_scan, frac_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "frac_scan": "flash_frac.ops",
     "frac_step": "flash_frac.ops",
     "ScanOutput": "flash_frac.ops",
+    "DeltaLayer": "flash_frac.layers",
+    "FracLayer": "flash_frac.layers",
     "FracMixer": "flash_frac.layers",
     "MixerState": "flash_frac.layers",
     "FracConfig": "flash_frac.models",
@@ -40,9 +42,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "DeltaLayer",
     "FracConfig",
     "FracForCausalLM",
     "FracForSequenceClassification",
+    "FracLayer",
     "FracMixer",
     "FracModel",
     "FracStream",

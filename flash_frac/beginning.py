@@ -1,7 +1,7 @@
-"""What a text begins with, in training, evaluation, generation and serving alike.
+"""The tokens at the start of a text, the same in training, evaluation, generation and serving.
 
-The rule: the tokens that the tokenizer of a checkpoint itself puts before a text, a bos token or
-nothing. A recipe may change it (`add_bos_token`), and the tokenizer that is saved has the change.
+A text starts with whatever the checkpoint's tokenizer adds: a bos token or nothing. A recipe can
+change that (`add_bos_token`), and the saved tokenizer keeps the change.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before a text: as a rule [bos], or none.
+    """The tokens that a tokenizer adds before a text: usually [bos] or none.
 
     Example: `beginning(AutoTokenizer.from_pretrained("quickstart/final")) == []`
     """
@@ -22,16 +22,16 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def _ids(tokenizer: Any, **options: bool) -> list[int]:
-    """The ids of any text that the tokenizer can read."""
+    """The ids of a text that the tokenizer can encode."""
     try:
         return list(tokenizer("a", **options)["input_ids"])
-    # By a vocabulary of other things than letters; tokenizers have no narrower error.
+    # Some vocabularies have no letters, and tokenizers raise no narrower error.
     except Exception:
         return list(tokenizer("", **options)["input_ids"])
 
 
 def set_beginning(tokenizer: Any, add_bos_token: bool | None) -> None:
-    """Let a tokenizer put its bos token before a text, or nothing; None leaves it as it is.
+    """Make a tokenizer start texts with its bos token, or without; None leaves it unchanged.
 
     Example: `set_beginning(tokenizer, True)`
     """
@@ -39,8 +39,8 @@ def set_beginning(tokenizer: Any, add_bos_token: bool | None) -> None:
         return
     if add_bos_token and tokenizer.bos_token_id is None:
         raise ValueError(
-            "add_bos_token is true, but the tokenizer has no bos token: set it to false, or give "
-            "the tokenizer one (tokenizer.bos_token = ...), save it and name its folder"
+            "add_bos_token is true, but the tokenizer has no bos token: set it to false, or add "
+            "one to the tokenizer (tokenizer.bos_token = ...), save it and name its folder"
         )
     wanted = [tokenizer.bos_token_id] if add_bos_token else []
     if beginning(tokenizer) == wanted:
@@ -48,7 +48,7 @@ def set_beginning(tokenizer: Any, add_bos_token: bool | None) -> None:
     tokenizer.add_bos_token = add_bos_token
     if beginning(tokenizer) != wanted:
         raise ValueError(
-            f"add_bos_token is {str(add_bos_token).lower()}, but {type(tokenizer).__name__} begins "
-            f"texts with {beginning(tokenizer)} all the same: leave add_bos_token out, or use a "
+            f"add_bos_token is {str(add_bos_token).lower()}, but {type(tokenizer).__name__} still "
+            f"starts texts with {beginning(tokenizer)}: leave add_bos_token out, or use a "
             "tokenizer with a tokenizer.json"
         )

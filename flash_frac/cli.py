@@ -1,7 +1,8 @@
-"""The command `frac`: parse, call, print."""
+"""The `frac` command: parse options, call the library, print."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import update_wrapper
@@ -12,15 +13,19 @@ from typing import Annotated, Any
 import typer
 
 from flash_frac import __version__
+from flash_frac.cli_bench import bench
+from flash_frac.cli_data import data
 from flash_frac.cli_eval import evals
-from flash_frac.extras import require
-from flash_frac.files import check_file, check_folder, decode_text
+from flash_frac.cli_inspect import inspect
+from flash_frac.cli_options import Checkpoint, TokenizerName, check_given, named_tokenizer
+from flash_frac.cli_plan import plan
+from flash_frac.cli_train import consolidate, train
+from flash_frac.files import check_file, decode_text
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="FRAC: sequence models whose memory fades as a power law.",
 )
 
 
@@ -36,91 +41,72 @@ def frac(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """FRAC: sequence models whose memory fades as a power law."""
+    """FRAC: sequence models whose memory fades as a power law.
 
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def train(
-    context: typer.Context,
-    recipe: Annotated[
-        str,
-        typer.Argument(help="Name of an installed recipe, such as small, or a YAML file."),
-    ],
-) -> None:
-    """Train by a recipe, or resume its run: frac train RECIPE [--any_training_argument VALUE].
-
-    The recipe and the command line, which has the last word, take every field of
-    transformers.TrainingArguments and the fields for model and data in docs/training.md.
+    Example: frac quickstart --minutes 3
     """
-    require("accelerate", "train", "frac train")
-    from flash_frac.train import load_recipe
-    from flash_frac.train import train as run
-
-    result = run(load_recipe(recipe, context.args))
-    if result.is_main:
-        print(f"The model is in {result.final}, the logs in {result.output_dir}.")
 
 
-@app.command()
-def consolidate(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoint-N of a run with sharded states.")],
-    output: Annotated[Path, typer.Argument(help="A new folder for from_pretrained.")],
-) -> None:
-    """Join the shards of an FSDP checkpoint into one folder for from_pretrained."""
-    from flash_frac.train.checkpoint import consolidate as join
-
-    print(f"{join(checkpoint, output)} can be loaded with from_pretrained.")
+# They also accept every field of TrainingArguments, the model and the data.
+for command in (train, plan):
+    app.command(
+        options_metavar="[OPTIONS] [--any_field VALUE]...",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(command)
+app.command()(consolidate)
 
 
 @app.command()
 def quickstart(
-    output_dir: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("quickstart"),
-    minutes: Annotated[float, typer.Option(help="Rough time on two cores; more is better.")] = 3.0,
+    output_dir: Annotated[Path, typer.Option(help="Folder for all output.")] = Path("quickstart"),
+    minutes: Annotated[
+        float,
+        typer.Option(help="Approximate training time on two cores; evaluation comes on top."),
+    ] = 3.0,
 ) -> None:
-    """Train a small language model on an embedded text, in minutes on a CPU, and look at it."""
+    """Train a small language model in minutes on a CPU, and inspect it.
+
+    Example: frac quickstart --output-dir quickstart --minutes 3
+    """
     from flash_frac.quickstart import run
 
     run(output_dir, minutes)
 
 
-Checkpoint = Annotated[str, typer.Argument(help="Folder or hub id of a Frac model.")]
-TokenizerName = Annotated[
-    str | None,
-    typer.Option("--tokenizer", help="Folder or hub id, bytes or dna; else the checkpoint's own."),
+Quantize = Annotated[str | None, typer.Option(help="Quantise weights to int8 or fp8.")]
+State = Annotated[Path | None, typer.Option(help="Saved state file to continue from.")]
+SaveState = Annotated[Path | None, typer.Option(help="File to save the final state to.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the top tokens with this total probability.")
 ]
-State = Annotated[Path | None, typer.Option(help="A saved state to begin with.")]
-SaveState = Annotated[Path | None, typer.Option(help="Where to save the state at the end.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
-TopK = Annotated[int, typer.Option(help="Only the k most likely tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(help="Only the likely tokens that hold this share.")]
-MinP = Annotated[float, typer.Option(help="Only tokens of this share of the likeliest.")]
-Penalty = Annotated[float, typer.Option(help="Above 1, tokens seen before are less likely.")]
-
-
-def _tokenizer(name: str | None) -> Any:
-    """The tokenizer of the option, or None for that of the checkpoint."""
-    if name is None:
-        return None
-    from flash_frac.data import load_tokenizer
-
-    return load_tokenizer(name, needs_eos=False)
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens below this fraction of the top probability.")
+]
+Penalty = Annotated[float, typer.Option(help="Above 1, makes repeated tokens less likely.")]
 
 
 def _piped_text() -> str:
-    """Standard input without its last line break, if it is piped; else nothing."""
+    """Piped standard input without its last line break; empty if nothing is piped."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     return decode_text(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
 
 
 def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
-    """Add a checkpoint, states and sampling to the options of command(stream, sampling, ...)."""
+    """Add the options for checkpoint, state and sampling to a command.
+
+    It is called as command(stream, sampling, keep, ...). When the block `with keep(stream)` ends,
+    the state is saved to the file of --save-state.
+    """
 
     def run(
         checkpoint: Checkpoint,
         state: State = None,
         save_state: SaveState = None,
         tokenizer: TokenizerName = None,
+        quantize: Quantize = None,
         temperature: Temperature = 0.8,
         top_k: TopK = 0,
         top_p: TopP = 1.0,
@@ -131,15 +117,17 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
         from flash_frac.inference import SamplingSettings
         from flash_frac.inference.chat import open_stream, saving
 
-        # Before a model is loaded, which takes its time.
+        # Check the options before loading a model, which is slow.
         if options.get("prompt") == "":
             options["prompt"] = _piped_text()
             if not options["prompt"] and state is None:
                 raise ValueError(
-                    "there is nothing to continue: give --prompt, --state or both, or pipe a text"
+                    "there is nothing to continue: give --prompt, --state or both, or pipe in text"
                 )
         if options["max_new_tokens"] < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
+        if state is not None:
+            check_given(state, "--state")
         if save_state is not None:
             check_file(save_state, "--save-state")
         sampling = SamplingSettings(
@@ -149,12 +137,12 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
-        stream = open_stream(checkpoint, state, tokenizer=_tokenizer(tokenizer))
-        with saving(stream, save_state, lambda line: typer.echo(line, err=True)):
-            command(stream, sampling, **options)
+        given = {"tokenizer": named_tokenizer(tokenizer), "quantize": quantize}
+        stream = open_stream(checkpoint, state, **given)
+        command(stream, sampling, lambda kept: saving(kept, save_state, _note), **options)
 
     *shared, _ = signature(run, eval_str=True).parameters.values()
-    _, _, *own = signature(command, eval_str=True).parameters.values()
+    _, _, _, *own = signature(command, eval_str=True).parameters.values()
     named: Any = update_wrapper(run, command, ("__name__", "__doc__"), ())
     named.__signature__ = Signature([*shared, *own])
     return named
@@ -165,28 +153,35 @@ def _with_stream(command: Callable[..., None]) -> Callable[..., None]:
 def generate(
     stream: Any,
     sampling: Any,
+    keep: Any,
     *,
     prompt: Annotated[
-        str, typer.Option(help="What to continue; else standard input, if it is piped.")
+        str, typer.Option(help="Text to continue; by default, piped standard input.")
     ] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens at most.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 200,
     seed: Annotated[
         int | None, typer.Option(help="Random seed for sampling.", min=0, max=2**63 - 1)
     ] = None,
 ) -> None:
-    """Continue a text, as the tokens come; Ctrl-C ends it and loses nothing."""
+    """Continue a text and print tokens as they come; Ctrl-C stops early.
+
+    With --save-state, Ctrl-C also saves the state.
+
+    Example: frac generate my-frac --prompt "Once upon a time" --max-new-tokens 100
+    """
     from flash_frac.inference.chat import continue_text
 
-    continue_text(
-        stream,
-        prompt,
-        _say,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        echo=True,
-    )
-    print()
+    with keep(stream):
+        continue_text(
+            stream,
+            prompt,
+            _say,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            echo=True,
+        )
+        print()
 
 
 @app.command()
@@ -194,18 +189,31 @@ def generate(
 def chat(
     stream: Any,
     sampling: Any,
+    keep: Any,
     *,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 400,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 400,
+    template: Annotated[bool, typer.Option(help="Use the tokenizer's chat template.")] = True,
 ) -> None:
-    """Take turns with a model. Ctrl-C ends its turn, /back undoes one, Ctrl-D leaves."""
-    from flash_frac.inference.chat import converse
+    """Chat with a model; type /help to list the chat commands.
 
-    converse(stream, lambda: input("> "), _say, sampling=sampling, max_new_tokens=max_new_tokens)
-    print()
+    Example: frac chat my-frac --temperature 0.7
+    """
+    from flash_frac.inference.conversation import Conversation
+    from flash_frac.inference.terminal import talk
+
+    conversation = Conversation(
+        stream, _say, _note, sampling=sampling, max_new_tokens=max_new_tokens, template=template
+    )
+    with keep(conversation):
+        talk(conversation)
 
 
 def _say(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -213,30 +221,47 @@ def serve(
     context: typer.Context,
     checkpoint: Checkpoint,
     tokenizer: TokenizerName = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto: a GPU if any.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the weights; auto: the checkpoint's.")] = "auto",
-    slots: Annotated[int, typer.Option(help="Requests answered at once.")] = 64,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or cuda:1; auto uses a GPU if any.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Weight dtype; auto keeps the saved one.")] = "auto",
+    quantize: Quantize = None,
+    slots: Annotated[int, typer.Option(help="Requests decoded concurrently.")] = 64,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Tokens of prompt and answer at most; attention layers need memory."),
+        typer.Option(help="Maximum tokens of prompt and answer; sizes the KV cache."),
     ] = None,
-    piece: Annotated[int, typer.Option(help="Tokens of prompts read between two steps.")] = 2048,
-    max_waiting: Annotated[int, typer.Option(help="Requests in the queue; then 429.")] = 1024,
-    prefix_device_gib: Annotated[float, typer.Option(help="Prefix states on the device.")] = 1.0,
-    prefix_host_gib: Annotated[float, typer.Option(help="Prefix states in host memory.")] = 0.0,
-    prefix_disk_gib: Annotated[float, typer.Option(help="Prefix states on disk.")] = 0.0,
-    prefix_folder: Annotated[Path | None, typer.Option(help="Where those on disk are.")] = None,
-    prefix_spacing: Annotated[int, typer.Option(help="Tokens between prefix states.")] = 512,
-    cors: Annotated[bool, typer.Option("--cors", help="Let pages of other sites ask.")] = False,
-    log_level: Annotated[str, typer.Option(help="Of the HTTP server.")] = "info",
+    piece: Annotated[
+        int, typer.Option(help="Maximum prompt tokens processed between decode steps.")
+    ] = 2048,
+    max_waiting: Annotated[int, typer.Option(help="Queue length; beyond it, HTTP 429.")] = 1024,
+    prefix_device_gib: Annotated[
+        float, typer.Option(help="Prefix cache on the device, in GiB.")
+    ] = 1.0,
+    prefix_host_gib: Annotated[
+        float, typer.Option(help="Prefix cache in host memory, in GiB.")
+    ] = 0.0,
+    prefix_disk_gib: Annotated[float, typer.Option(help="Prefix cache on disk, in GiB.")] = 0.0,
+    prefix_folder: Annotated[
+        Path | None, typer.Option(help="Folder of the prefix cache on disk.")
+    ] = None,
+    prefix_spacing: Annotated[int, typer.Option(help="Tokens between cached states.")] = 512,
+    shutdown_timeout: Annotated[
+        int, typer.Option(help="Seconds to finish running requests before stopping.", min=0)
+    ] = 300,
+    cors: Annotated[bool, typer.Option("--cors", help="Allow requests from other sites.")] = False,
+    log_level: Annotated[str, typer.Option(help="Log level of the HTTP server.")] = "info",
     sequential: Annotated[
         bool,
-        typer.Option("--sequential", help="Use transformers' server; takes all its options."),
+        typer.Option("--sequential", help="Use transformers' own server, with all its options."),
     ] = False,
 ) -> None:
-    """Answer OpenAI's API over HTTP, many requests at once: frac serve CHECKPOINT."""
+    """Serve OpenAI's HTTP API with continuous batching: frac serve CHECKPOINT.
+
+    Example: frac serve my-frac --port 8000 --slots 64
+    """
     own = ("checkpoint", "tokenizer", "sequential")
     given: dict[str, Any] = {n: value for n, value in context.params.items() if n not in own}
     if sequential:
@@ -244,124 +269,79 @@ def serve(
 
         typed = {n: value for n, value in given.items() if _is_typed(context, n)}
         options = [*options_for(typed), *context.args]
-        serve_sequentially(checkpoint, options, tokenizer=_tokenizer(tokenizer))
+        serve_sequentially(checkpoint, options, tokenizer=named_tokenizer(tokenizer))
         return
     if context.args:
         raise ValueError(
-            f"frac serve has no option {context.args[0]}; with --sequential it takes those of "
+            f"frac serve has no option {context.args[0]}; with --sequential it accepts those of "
             "transformers serve"
         )
     from flash_frac.inference.server.serving import ServerOptions
     from flash_frac.inference.server.serving import serve as run
 
-    run(checkpoint, ServerOptions(**given), tokenizer=_tokenizer(tokenizer))
+    run(checkpoint, ServerOptions(**given), tokenizer=named_tokenizer(tokenizer))
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
-    """Whether an option was on the command line."""
+    """Whether an option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a Frac model.")],
-    folder: Annotated[Path, typer.Argument(help="A new folder for the copy.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a Frac model.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the copy.")],
 ) -> None:
-    """Copy a checkpoint so that plain transformers reads it, with trust_remote_code."""
+    """Copy a checkpoint so that plain transformers can load it, with trust_remote_code.
+
+    Example: frac export my-frac my-frac-exported
+    """
     from flash_frac.models.export import export as copy
 
-    print(f"{copy(checkpoint, folder)} is read by transformers serve --trust-remote-code.")
+    print(f"{copy(checkpoint, folder)} can be loaded by transformers with trust_remote_code.")
 
 
-@app.command()
-def inspect(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Option(help="A folder for page, figures and numbers.")],
-    text: Annotated[
-        Path | None, typer.Option(help="What to read; else a presidential address.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="How much of it to read.")] = 4096,
-    tokenizer: TokenizerName = None,
-) -> None:
-    """Show the memory law of a trained model: OUT/index.html, figures, report.json."""
-    from flash_frac.inspect import inspect_checkpoint
-    from flash_frac.quickstart import corpus
-
-    if text is None:
-        name, passage = "State of the Union address", corpus.load()[-1].text
-    else:
-        name, passage = text.name, decode_text(text.read_bytes(), text)
-    check_folder(out, "--out")
-    inspect_checkpoint(
-        checkpoint,
-        out,
-        text=passage,
-        text_name=name,
-        num_tokens=tokens,
-        tokenizer=_tokenizer(tokenizer),
-    )
-    print(f"Open {out / 'index.html'}; every number is in {out / 'report.json'}.")
-
-
-app.add_typer(evals, name="eval", help="Measure what the paper measures: frac eval CHECKPOINT.")
-
-
-@app.command()
-def bench(
-    config: Annotated[
-        str | None,
-        typer.Argument(help="An installed size (frac-130m), or a folder; by default frac-1.3b."),
-    ] = None,
-    parts: Annotated[str, typer.Option(help="What to measure.")] = "prefill,decode,train",
-    peers: Annotated[
-        str, typer.Option(help="Models beside it, where they can be imported; none for none.")
-    ] = "qwen3,transformers_mamba2,gated_deltanet,mamba2",
-    lengths: Annotated[str, typer.Option(help="Of prefill, in tokens.")] = "1024,4096,16384",
-    out: Annotated[Path | None, typer.Option(help="A JSON file for every number.")] = None,
-) -> None:
-    """Tokens/s of prefill, decoding and training with random weights.
-
-    The paper's numbers stand below those of a 1.3B model on a GPU.
-    """
-    from flash_frac.bench import bench as measure
-    from flash_frac.bench import choose_config, choose_sizes
-    from flash_frac.bench.timing import exit_if_ours_failed
-
-    if out is not None:
-        check_file(out, "--out")
-    lines, left_out = measure(
-        choose_config(config),
-        parts=parts.split(","),
-        peers=[] if peers == "none" else peers.split(","),
-        sizes=choose_sizes(lengths),
-        out=out,
-    )
-    print("", *lines, sep="\n")
-    exit_if_ours_failed(left_out)
+app.command()(inspect)
+app.command()(bench)
+app.add_typer(data, name="data")
+app.add_typer(evals, name="eval")
 
 
 @app.command()
 def doctor(
     checkpoint: Annotated[
-        str | None, typer.Argument(help="Folder or hub id of a model to examine instead.")
+        str | None,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Folder or hub id of a model to check, instead of this machine.",
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Leave out the longer checks.")] = False,
+    quick: Annotated[bool, typer.Option(help="Skip the slow checks.")] = False,
 ) -> None:
-    """Check that everything works on this machine, or a checkpoint; say what to do if not."""
+    """Check this machine, or a checkpoint, and say how to fix each problem.
+
+    Example: frac doctor my-frac --quick
+    """
     from flash_frac.doctor import doctor as examine
 
     raise typer.Exit(examine(checkpoint, quick=quick))
 
 
 def main() -> None:
-    """Run the command; an error that the user can fix is one line, without a traceback."""
+    """Run the command; an error that the user can fix prints one line, without a traceback."""
+    # transformers imports torchao if it is installed. torchao and torch then warn about things that
+    # no command uses: extensions for other GPUs, and a call that will be deprecated.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app()
     except (ValueError, ImportError, OSError) as error:
         sys.exit(f"frac: {error}")
     except RuntimeError as error:
-        # Errors of a run that say what to do; others are ours, and keep their traceback.
+        # These errors tell the user what to do. Any other is a bug and keeps its traceback.
         if type(error).__name__ not in ("CheckpointError", "LostRankError", "NotFiniteError"):
             raise
         sys.exit(f"frac: {error}")

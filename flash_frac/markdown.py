@@ -1,18 +1,18 @@
-"""Text of others in Markdown: names of models, files and tasks mean nothing but themselves."""
+"""Escape user-supplied text for Markdown: names of models, files and tasks."""
 
 from __future__ import annotations
 
 import html
 import re
 
-# Underscores inside of a word are only letters.
+# Underscores inside a word need no escape.
 _SPECIAL = re.compile(r"[\\`*~\[\]|]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def plain(text: object) -> str:
-    """A text in one line of Markdown, of a table too, that is shown as it is.
+    """Escape a text so that Markdown shows it literally, on one line and in tables too.
 
-    HTML is written as entities, since not every reader of Markdown knows a backslash before it.
+    HTML becomes entities, because not every Markdown renderer accepts a backslash before it.
 
     Example: `plain("a|b <script>") == "a\\\\|b &lt;script&gt;"`
     """

@@ -1,4 +1,4 @@
-"""What a run was made with: versions and the commit of this library."""
+"""The provenance of a result: versions, and the commit of this library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("transformers", "accelerate", "datasets", "tokenizers", "triton", "
 
 
 def git_commit() -> str | None:
-    """The commit this library is at, marked if files differ from it; None outside a repository."""
+    """The commit of this library, marked if files differ from it; None outside a repository."""
     if shutil.which("git") is None:
         return None
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -25,7 +25,8 @@ def git_commit() -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package. (torch tells more by itself: which CUDA it is for.)"""
+    """The version of an installed package, or None."""
+    # torch's own version also names its CUDA version.
     if package == "torch":
         return torch.__version__
     try:
@@ -35,7 +36,7 @@ def version_of(package: str) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, commit and machine, as JSON has them."""
+    """Versions, commit and machine, as JSON values."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "flash_frac": flash_frac.__version__,

@@ -1,6 +1,6 @@
-"""`frac doctor`: what this machine has, and whether flash_frac computes correctly on it.
+"""`frac doctor`: describe this machine, and check that flash_frac computes correctly on it.
 
-Given a checkpoint, it examines that instead: its files, weights and tokenizer, and one pass.
+Given a checkpoint, it checks that instead: its files, weights and tokenizer, and a forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STATUS, _NAME = 9, 28
 
 
 class Finding(NamedTuple):
-    """The result of one check, and what to do about it, if anything."""
+    """The result of one check, and a remedy if one is needed."""
 
     name: str
     status: Literal["ok", "warning", "wrong"]
@@ -30,7 +30,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        """Status, name and text in columns, for the width of the terminal."""
+        """Status, name and text in columns that fit the terminal."""
         indent = " " * (_STATUS + _NAME)
         width = max(min(shutil.get_terminal_size().columns, 120) - len(indent), 30)
         lines = textwrap.wrap(self.found, width)
@@ -40,13 +40,13 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """All findings; `str()` of it is what `frac doctor` prints."""
+    """All findings; `str()` gives the output of `frac doctor`."""
 
     findings: tuple[Finding, ...]
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Names of what is wrong; warnings are not."""
+        """Names of the findings that are wrong, without warnings."""
         return tuple(finding.name for finding in self.findings if finding.status == "wrong")
 
     def __str__(self) -> str:
@@ -55,11 +55,11 @@ class Report:
 
 
 def examine(*, quick: bool = False, seed: int | None = None) -> Report:
-    """Check this machine and the operators on it. Nothing raises: an error is a finding.
+    """Check this machine and the operators on it. It never raises: an error becomes a finding.
 
     Args:
-        quick: leave out the longer inputs and the speed.
-        seed: of the random inputs; a fresh one if None.
+        quick: skip the longer inputs and the speed.
+        seed: random seed of the inputs; a fresh one if None.
 
     Example:
         >>> examine(quick=True).wrong
@@ -72,8 +72,8 @@ def doctor(checkpoint: str | None = None, *, quick: bool = False) -> int:
     """Print each finding as it comes; return 1 if something is wrong, else 0.
 
     Args:
-        checkpoint: a folder or hub id to examine instead of the machine.
-        quick: leave out the longer inputs and the speed.
+        checkpoint: a folder or hub id to check instead of the machine.
+        quick: skip the longer inputs and the speed.
     """
     import typer
 
@@ -88,7 +88,7 @@ def doctor(checkpoint: str | None = None, *, quick: bool = False) -> int:
         findings.append(finding)
         color = {"ok": "green", "warning": "yellow", "wrong": "red"}[finding.status]
         status, rest = str(finding).split(" ", 1)
-        # typer leaves colours out where the output is no terminal.
+        # typer drops colours if the output is not a terminal.
         typer.echo(f"{typer.style(status, fg=color)} {rest}")
     report = Report(tuple(findings))
     typer.echo("\n" + str(report).splitlines()[-1])
@@ -96,7 +96,7 @@ def doctor(checkpoint: str | None = None, *, quick: bool = False) -> int:
 
 
 def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
-    # Here, because they import Finding from this file.
+    # Imported here because they import Finding from this file.
     from flash_frac.doctor import machine, model, operators
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,10 +116,10 @@ def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
         looks[:0] = operators.checks(device, seed, quick=quick)
         return []
 
-    # A backend that cannot be queried, such as a Triton that does not load, is a finding too.
+    # A backend that cannot be queried, such as a broken Triton, is a finding too.
     yield from _safely("operators", list_operators)
     for name, look in looks:
-        # Inputs are small, and on a busy machine threads would only wait for each other.
+        # Inputs are small, and on a busy machine threads only wait for each other.
         with model.threads(1):
             found = _safely(name, look)
         yield from found
@@ -130,7 +130,7 @@ def _findings(quick: bool, seed: int | None) -> Iterator[Finding]:
 def _safely(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return look()
-    # Any error at all is what this command is there to report.
+    # This command exists to report any error.
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         return [Finding(name, "wrong", what, f"fix what the message says, or {REPORT_IT}")]

@@ -28,11 +28,11 @@ def versions() -> list[Finding]:
 
 
 def requirements() -> list[Finding]:
-    """Whether what pyproject.toml asks for is there, as the installed package records it."""
+    """Whether the requirements of the installed package are met."""
     from packaging.requirements import Requirement
 
     if version_of("flash-frac") is None:
-        found = "unknown: flash-frac runs from its sources and is not installed"
+        found = "unknown: flash-frac runs from source and is not installed"
         return [Finding("requirements", "warning", found, "in its folder: pip install -e .")]
     absent: dict[str, list[str]] = {}
     bad: list[tuple[str, str]] = []
@@ -59,7 +59,7 @@ def requirements() -> list[Finding]:
 
 
 def device() -> list[Finding]:
-    """The GPU, or that there is none."""
+    """A finding on the GPU, or that there is none."""
     if not torch.cuda.is_available():
         found = f"no CUDA device; {platform.machine()}, {torch.get_num_threads()} threads"
         return [Finding("device", "ok", found)]
@@ -74,10 +74,10 @@ def device() -> list[Finding]:
 
 
 def backend(device: str) -> list[Finding]:
-    """What "auto" runs for each operator, and why."""
+    """The backend that "auto" selects for each operator, and why."""
     x = torch.empty(1, 1, device=device)
-    # What the operators' limits ask for: a convolution of four taps, a loss in its own chunks, a
-    # key of one channel.
+    # Inputs for the operators' limits: a convolution with four taps, the loss's default chunks, a
+    # key with one channel.
     taps = torch.empty(1, 1, 4, device=device)
     facts = {"conv": [taps], "loss": [None], "delta": [x], "delta_step": [x]}
     chosen: dict[str, list[str]] = {}
@@ -91,13 +91,13 @@ def backend(device: str) -> list[Finding]:
         why = refusal if device == "cuda" else "there is no CUDA device"
     found = "; ".join(f"{name} for {', '.join(names)}" for name, names in chosen.items())
     missing = device == "cuda" and version_of("triton") is None
-    remedy = "for kernels that are several times as fast: pip install triton" if missing else ""
+    remedy = "for kernels that are several times faster: pip install triton" if missing else ""
     found = f"backend='auto' runs {found}, because {why}"
     return [Finding("backend", "warning" if missing else "ok", found, remedy)]
 
 
 class Facts(NamedTuple):
-    """What known problems depend on; None for what is not installed."""
+    """The facts on which known problems depend; None for what is not installed."""
 
     torch_cuda: str | None
     triton: str | None
@@ -121,7 +121,7 @@ def facts() -> Facts:
 
 
 def known_problems(here: Facts) -> list[Finding]:
-    """Combinations that are known to go wrong, a finding each, or one that there is none."""
+    """One finding per combination that is known to fail, or a single one that there is none."""
     from packaging.version import Version
 
     problems: list[Finding] = []
@@ -140,8 +140,8 @@ def known_problems(here: Facts) -> list[Finding]:
     hopper = here.capability is not None and here.capability[0] == 9
     if hopper and triton and Version("3.4") <= triton <= Version("3.7.0"):
         found = f"Triton {triton} on Hopper: tl.trans of an accumulator fed to tl.dot gives wrong "
-        found += "numbers (fla issue 640). flash_frac's kernels are checked below, fla's are not"
-        add("warning", found, "if you use fla too: pip install 'triton>=3.7.1'")
+        found += "results (fla issue 640). flash_frac's kernels are checked below, fla's are not"
+        add("warning", found, "if you also use fla: pip install 'triton>=3.7.1'")
     if here.interpreted:
         found = "TRITON_INTERPRET is set: kernels run in Triton's interpreter, slowly. Its "
         found += "bfloat16 is wrong, so the torch backend computes everything but float32"

@@ -1,4 +1,4 @@
-"""A tiny model in every way it can run, and the speed of one layer."""
+"""Check a tiny model in every mode of execution, and measure the speed of one layer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BATCH, LENGTH, MODELS = 8, 40, 4
 
 
 def check(device: str, seed: int) -> list[Finding]:
-    """Parallel, token-by-token and packed logits against float64; and a saved and reloaded model.
+    """Compare parallel, token-by-token and packed logits with float64, and reload a saved model.
 
-    Each is off from float64 by at most 2 (error of the recurrence in float32 + a rounding), root
-    mean squares over several models.
+    Errors may be at most 2 (error of the recurrence in float32 + one rounding), as root mean
+    squares over several models.
     """
     from flash_frac.models import FracConfig, FracForCausalLM
 
@@ -52,7 +52,7 @@ def check(device: str, seed: int) -> list[Finding]:
     *means, plain = torch.tensor(rows).square().mean(0).sqrt().tolist()
     allowed = 2 * (plain + torch.finfo(torch.float32).eps / 2)
     ways = dict(zip(("parallel", "token by token", "packed"), means, strict=True))
-    # Not `> allowed`, so that NaN is wrong.
+    # Written as `not <=` so that NaN is wrong.
     wrong = [f"{name} {error:.1e}" for name, error in ways.items() if not error <= allowed]
     if wrong:
         found = f"logits differ from float64 by more than {allowed:.1e}: {', '.join(wrong)} "
@@ -64,7 +64,7 @@ def check(device: str, seed: int) -> list[Finding]:
 
 
 def _decode(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits of one token after the other."""
+    """Logits from decoding token by token."""
     cache, logits = None, []
     for token in ids.split(1, 1):
         output = model(token, past_key_values=cache, use_cache=True)
@@ -74,7 +74,7 @@ def _decode(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _packed(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits of all sequences in one row, each as if it were alone."""
+    """Logits of all sequences packed into one row."""
     cu_seqlens = LENGTH * torch.arange(BATCH + 1, device=ids.device)
     return model(ids.view(1, -1), cu_seqlens=cu_seqlens).logits.view(*ids.shape, -1)
 
@@ -86,7 +86,7 @@ def _set_backend(model: nn.Module, backend: str) -> None:
 
 
 def _reload(model: nn.Module, ids: Tensor) -> Finding:
-    """Whether a model that was saved and loaded gives the same logits, to the bit."""
+    """Whether a saved and reloaded model gives bit-identical logits."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -100,7 +100,7 @@ def _reload(model: nn.Module, ids: Tensor) -> Finding:
             logging.enable_progress_bar()
     if torch.equal(loaded(ids).logits, model(ids).logits):
         return Finding("checkpoint", "ok", "a saved and reloaded model gives identical logits")
-    what = "a saved and reloaded model gives other logits"
+    what = "a saved and reloaded model gives different logits"
     return Finding(
         "checkpoint", "wrong", what, f"update safetensors and transformers, or {REPORT_IT}"
     )
@@ -108,7 +108,7 @@ def _reload(model: nn.Module, ids: Tensor) -> Finding:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Let torch use this many threads on a CPU within the block."""
+    """Set the number of CPU threads of torch within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -118,7 +118,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def speed(device: str) -> list[Finding]:
-    """Tokens/s of one layer: of each backend on a GPU; with one and with all threads on a CPU."""
+    """Tokens/s of one layer: for each backend on a GPU; with one and with all threads on a CPU."""
     if device == "cuda":
         backends = [b for b in ("triton", "torch") if torch.bfloat16 in dtypes_of(b, device)]
         rates = {name: _rates(name, device, torch.bfloat16, 2048, 8192) for name in backends}
@@ -150,7 +150,7 @@ def _shown(rates: dict[str, tuple[float, float]]) -> str:
 def _rates(
     backend: str, device: str, dtype: torch.dtype, width: int, length: int
 ) -> tuple[float, float]:
-    """Tokens a second, forward and with backward."""
+    """Tokens per second, forward only and with backward."""
     with torch.random.fork_rng(devices=[]):
         layer = FracMixer(width, num_heads=width // 64, head_dim=128, backend=backend)
         x = torch.randn(1, length, width)
@@ -169,7 +169,7 @@ def _forward_backward(layer: FracMixer, x: Tensor) -> None:
 
 
 def _median(function: Callable[[], None], device: str) -> float:
-    """Seconds of a call: the median of up to 20 that take half a second, after one that warms."""
+    """Seconds per call: the median of up to 20 calls within half a second, after one warm-up."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times: list[float] = []
     function()

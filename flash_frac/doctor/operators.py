@@ -1,14 +1,14 @@
-"""The operators on fresh random inputs, with all gradients, against plain forms of them.
+"""Compare the operators and all their gradients with plain references, on fresh random inputs.
 
-With x the operator's result, r that of the plain form in the same dtype and e that of the plain
-form in float64, the operator passes if
+With x the operator's result, r that of the reference in the same dtype and e that of the reference
+in float64, the operator passes if
 
     |x - e| / |e| <= 2 (|r - e| / |e| + eps / 2),
 
-the rule of this project's tests, with the eps of the coarsest input: tensor cores that multiply
-bfloat16 numbers take their weights in bfloat16 too, whatever the dtype of the sum. For the Triton
-scan r is the torch backend, which itself is held against the recurrence. The error of a few numbers
-is a matter of luck in either form, so errors are root mean squares over several draws.
+the rule of this project's tests. eps is that of the coarsest input, because tensor cores that
+multiply bfloat16 numbers take their weights in bfloat16 too, whatever the dtype of the sum. For the
+Triton scan r is the torch backend, which is itself compared with the recurrence. The error of a few
+numbers varies at random, so errors are root mean squares over several draws.
 Letters: B batch, T time, H heads, D head channels, M modes, I = H D, E width, V vocabulary.
 """
 
@@ -45,7 +45,7 @@ HEADS, MODES, CHANNELS, TAPS = 2, 16, 16, 4
 
 
 class Draw(NamedTuple):
-    """How random inputs are made: `normal(*shape)` is float64 on the device."""
+    """Settings for random inputs; `normal(*shape)` draws float64 on the device."""
 
     backend: str
     device: str
@@ -55,9 +55,9 @@ class Draw(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An operator, its plain form in the same dtype and in float64, and inputs for all three.
+    """An operator, its references in the same dtype and in float64, and inputs for all three.
 
-    The three take the inputs and give results in the order of `names`; gradients follow.
+    The three take the inputs and return results in the order of `names`; gradients follow.
     """
 
     operator: Callable[..., Any]
@@ -96,7 +96,7 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
             "gated norm": [gated_norm] * 3,
             "swiglu": [gated_product] * 3,
         }
-        # One form for all devices, which is no part of a backend.
+        # The loss has one implementation for all devices, outside the backends.
         cases |= {"cross-entropy": [cross_entropy] * 3} if backend == "torch" else {}
         for operator, draws in cases.items():
             draws = draws[:1] if interpreted else draws
@@ -106,7 +106,7 @@ def checks(device: str, seed: int, *, quick: bool) -> list[tuple[str, Callable[[
 
 
 def dtypes_of(backend: str, device: str) -> list[torch.dtype]:
-    """What a backend computes here; float16 is for GPUs."""
+    """The dtypes that a backend supports here; float16 only on GPUs."""
     wanted = [torch.float32, torch.bfloat16, *([torch.float16] if device == "cuda" else [])]
     here = [torch.empty(0, dtype=dtype, device=device) for dtype in wanted]
     return [x.dtype for x in here if BACKENDS[backend].refusal(x) is None]
@@ -120,19 +120,19 @@ def check(
     dtypes: list[torch.dtype],
     seed: int,
 ) -> list[Finding]:
-    """One finding on an operator, all dtypes and draws together."""
+    """One finding on an operator, over all dtypes and draws."""
     shown, worst = [], 0.0
     for dtype in dtypes:
         pooled: dict[str, list[tuple[float, ...]]] = {}
         for number, make in enumerate(draws):
-            # Drawn on the CPU, so that a seed means the same everywhere.
+            # Drawn on the CPU, so that a seed gives the same inputs everywhere.
             generator = torch.Generator().manual_seed(seed + number)
 
             def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
                 return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
             case = make(Draw(backend, device, dtype, seed + number, normal))
-            # cuDNN's convolutions round float32 to 10 bits, and would allow as much to ours.
+            # cuDNN's convolutions round float32 to 10 bits, which would loosen our tolerance.
             with torch.backends.cudnn.flags(enabled=False):
                 for result, triple in errors(case, normal).items():
                     pooled.setdefault(result, []).append(triple)
@@ -141,12 +141,12 @@ def check(
             rows = torch.tensor(triples, dtype=torch.float64)
             mine, theirs, rounding = rows.square().mean(0).sqrt().tolist()
             allowed = 2 * (theirs + rounding)
-            # Not the other way round, so that NaN is wrong.
+            # Written as `not <=` so that NaN is wrong.
             if not mine <= allowed:
                 what = f"{result} in {_short(dtype)} differs from float64 by {mine:.1e}; the "
                 what += f"tolerance is {allowed:.1e} (seed {seed})"
                 remedy = f"do not use backend={backend!r} on this machine; update torch and triton;"
-                return [Finding(name, "wrong", what, f"{remedy} if it stays, {REPORT_IT}")]
+                return [Finding(name, "wrong", what, f"{remedy} if it persists, {REPORT_IT}")]
             worst, largest = max(worst, mine / allowed), max(largest, mine)
         shown.append(f"{largest:.1e} in {_short(dtype)}")
     found = f"error {', '.join(shown)}; {worst:.0%} of the tolerance"
@@ -158,14 +158,14 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def errors(case: Case, normal: Callable[..., Tensor]) -> dict[str, tuple[float, float, float]]:
-    """Of each result and gradient: its error, that of the plain form, and a rounding."""
+    """For each result and gradient: its error, that of the reference, and one rounding."""
     weights: list[Tensor] = []
 
     def results(function: Callable[..., Any], *, double: bool) -> list[Tensor]:
         leaves = [(x.double() if double else x).detach() for x in case.inputs.values()]
         leaves = [x.clone().requires_grad_() for x in leaves]
         outputs = list(function(*leaves))
-        # Of few digits, so that they are the same in every dtype.
+        # In bfloat16, so that the weights are equal in every dtype.
         weights.extend(normal(*y.shape).to(torch.bfloat16) for y in outputs[len(weights) :])
         above = [w.to(y.dtype) for w, y in zip(weights, outputs, strict=True)]
         gradients = torch.autograd.grad(outputs, leaves, above)
@@ -179,8 +179,8 @@ def errors(case: Case, normal: Callable[..., Tensor]) -> dict[str, tuple[float, 
     for name, x, r, e in zip(names, got, reference, exact, strict=True):
         if x.dtype != r.dtype or x.shape != r.shape:
             raise ValueError(f"{name} must be {r.dtype} {tuple(r.shape)}, got {x.dtype} {x.shape}")
-        # A few numbers, each a sum of many terms that cancel: rounding is that of the terms, whose
-        # sizes add up like the steps of a random walk.
+        # Small results sum many terms that cancel: their rounding is that of the terms, which add
+        # up like the steps of a random walk.
         terms = largest / x.numel() if x.numel() < 64 else 1
         rounding = eps / 2 * math.sqrt(terms)
         found[name] = (relative_error(x, e), relative_error(r, e), rounding)
@@ -195,7 +195,7 @@ def sequences(
     time: int,
     lengths: list[int] | None = None,
 ) -> Case:
-    """A row, or sequences packed in one, from a state; `random` draws an operator's inputs."""
+    """A row, or sequences packed into one, with initial states; `random` draws the inputs."""
     sizes = (1, time, HEADS, MODES, CHANNELS)
     inputs = random(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
     cu_seqlens = None
@@ -214,7 +214,7 @@ def sequences(
 
 
 def _one_token(draw: Draw, random: Callable[..., Any]) -> dict[str, Tensor]:
-    """Inputs of one token of four sequences, and their states."""
+    """Inputs for one token of four sequences, and their states."""
     sizes = (4, 1, HEADS, MODES, CHANNELS)
     inputs = random(*sizes, dtype=draw.dtype, seed=draw.seed, device=draw.device)
     given = {name: x[:, 0].contiguous() for name, x in inputs._asdict().items()}
@@ -248,7 +248,7 @@ def one_delta_step(draw: Draw) -> Case:
 
 
 class _ControlsAlone(FracMixer):
-    """A layer that takes the logits as they come, and gives read, write and log_decay."""
+    """A layer that maps logits directly to read, write and log_decay."""
 
     def __init__(self, settings: ControlSettings, backend: str) -> None:
         super().__init__(
@@ -261,7 +261,7 @@ class _ControlsAlone(FracMixer):
 
 
 def control(draw: Draw) -> Case:
-    """From logits to decays, some of them at either end of their range."""
+    """Controls from logits, with some decays at either end of their range."""
     s = ControlSettings(alpha_min=0.1, alpha_max=0.9)
     with torch.random.fork_rng(devices=[]):
         layer = _ControlsAlone(s, draw.backend).to(draw.device)
@@ -296,7 +296,7 @@ def control(draw: Draw) -> Case:
 
 
 def convolution(draw: Draw, *, lengths: list[int] | None = None) -> Case:
-    """A batch of two, or sequences packed in a row, each from its window."""
+    """A batch of two, or sequences packed into a row, each with its initial window."""
     width, time = 48, 40 if lengths is None else sum(lengths)
     cu_seqlens = None
     if lengths is not None:
@@ -379,7 +379,7 @@ def gated_product(draw: Draw) -> Case:
 
 
 def cross_entropy(draw: Draw) -> Case:
-    """The head and its loss in chunks; every third label is ignored."""
+    """The head and its loss, in chunks; every third label is ignored."""
     labels = draw.normal(300, 64).argmax(-1)
     labels[::3] = -100
 

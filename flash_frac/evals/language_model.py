@@ -1,8 +1,8 @@
-"""Any causal language model of Hugging Face, as lm-evaluation-harness wants it.
+"""An adapter from any Hugging Face causal language model to lm-evaluation-harness.
 
-Registered as "frac" when `flash_frac.evals` is imported. It differs from lm-eval's own "hf" in that
-nothing is cut off in silence, in how a batch size is found, and in that Frac models generate by
-our engine, which takes all requests at once.
+It is registered as "frac" when `flash_frac.evals` is imported. Unlike lm-eval's own "hf", it never
+truncates silently, finds batch sizes differently, and generates with our engine for Frac models,
+which serves all requests at once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from flash_frac.models.loading import find_checkpoint, load_model, reason_of
 HFLM: Any = require("lm_eval.models.huggingface", "eval", "FracLM").HFLM
 _harness: Any = require("lm_eval.models.utils", "eval", "FracLM")
 
-# Tokens of prompts that the engine reads at a time.
+# Prompt tokens that the engine prefills at a time.
 PIECE = 8192
-# Tokens of a batch on a CPU, where too many end the process instead of raising an error.
+# Tokens per batch on a CPU, where running out of memory kills the process without an error.
 CPU_TOKENS = 8192
 
 
 class _Asked(NamedTuple):
-    """What a request to generate asks for.
+    """A generation request.
 
     Attributes:
-        text, options: of lm-eval, with which its answer is kept.
-        context: ids of the text's tokens, as many as there is room for.
+        text, options: lm-eval's prompt and options, the key under which it caches the answer.
+        context: token ids of the text, truncated to fit.
         until: texts that end the answer.
-        sampling: how tokens are chosen; None if only `model.generate` can.
+        sampling: sampling settings; None if only `model.generate` supports them.
     """
 
     text: str
@@ -50,21 +50,21 @@ class _Asked(NamedTuple):
 
 
 class FracLM(HFLM):
-    """lm-eval's model of a checkpoint, with requests that are too long an error.
+    """lm-eval's model of a checkpoint, which raises an error for requests that are too long.
 
-    Frac models answer requests to generate by an `Engine` of `batch_size` slots. Options of
-    generation that it does not have (beams, for instance), and mixed precision, are left to
-    `model.generate`, in batches.
+    Frac models generate with an `Engine` of `batch_size` slots. Generation options that it lacks
+    (such as beam search), and mixed precision, fall to `model.generate`, in batches.
 
     Args:
         pretrained: folder, hub id, or a model in memory (then with `tokenizer`).
-        max_length: tokens of context and answer that the model is given at most.
-        truncate: cut the beginning off requests that are longer, and count them in
-            `num_truncated`, where otherwise they are an error.
-        device: a GPU if there is one, by default.
+        max_length: maximum number of tokens of context and answer.
+        truncate: cut off the beginning of longer requests and count them in `num_truncated`;
+            otherwise they are an error.
+        device: by default a GPU if there is one.
         strict: refuse a checkpoint with missing, unexpected or non-finite tensors, where
-            transformers warns.
-        options: any other argument of lm-eval's HFLM, such as batch_size ("auto" searches one).
+            transformers only warns.
+        quantize: "int8" or "fp8" for weights of 8 bits; needs `strict`.
+        options: any other argument of lm-eval's HFLM, such as batch_size ("auto" finds one).
 
     Example:
         >>> import lm_eval, flash_frac.evals
@@ -79,11 +79,16 @@ class FracLM(HFLM):
         truncate: bool = False,
         device: str | None = None,
         strict: bool = False,
+        quantize: str | None = None,
         **options: Any,
     ) -> None:
+        if quantize is not None and not strict:
+            raise ValueError(
+                "quantize needs strict=True; else pass quantization_config, as lm-eval takes it"
+            )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         options = {"backend": "causal"} | options
-        self.strict = strict
+        self.strict, self.quantize = strict, quantize
         super().__init__(pretrained, max_length=max_length, device=device, **options)
         self.truncate = truncate
         self.num_truncated = self.tokens_read = 0
@@ -100,27 +105,28 @@ class FracLM(HFLM):
     def _create_model(self, pretrained: str, **options: Any) -> None:
         if not self.strict:
             return super()._create_model(pretrained, **options)
-        # One device; lm-eval's other ways to load are for those who call it themselves.
+        # One device only; lm-eval's other ways to load are for its direct callers.
         trusted = bool(options["trust_remote_code"])
         found = find_checkpoint(pretrained, revision=options["revision"], trust_remote_code=trusted)
-        self._model = load_model(found, dtype=options["dtype"]).to(self.device)
+        model = load_model(found, dtype=options["dtype"], quantize=self.quantize)
+        self._model = model.to(self.device)
 
     def allow(self, max_length: int) -> None:
-        """Give the model so many tokens at most from now on, and count from zero what it reads
-        (`tokens_read`, without padding and what it generates) and what is cut."""
+        """Set the maximum number of tokens per request, and reset the counts of tokens read
+        (`tokens_read`, without padding and generated tokens) and of truncated requests."""
         self._max_length = max_length
         self.num_truncated = self.tokens_read = 0
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text whose first token is scored: what the tokenizer begins texts with
-        or, if that is nothing, eos, which ended the text before in training."""
+        """The token before a text whose first token is scored: the one with which the tokenizer
+        starts a text or, if there is none, eos, which precedes a text in training."""
         if self.custom_prefix_token_id is not None:
             return self.custom_prefix_token_id
         return (beginning(self.tokenizer) or [self.tokenizer.eos_token_id])[-1]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        # The prefix is the beginning; the tokenizer would add another, to be scored.
+        # The prefix token already starts the text; a second bos token would be scored.
         asked, self.add_bos_token = self.add_bos_token, False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -128,13 +134,14 @@ class FracLM(HFLM):
             self.add_bos_token = asked
 
     def _fit(self, lengths: Sequence[int], room: int) -> None:
-        """ValueError if a request has more tokens than there is room for, unless cuts are asked."""
+        """Count the tokens; raise ValueError if a request is too long and `truncate` is off."""
         too_long = [length for length in lengths if length > room]
         if too_long and not self.truncate:
             raise ValueError(
-                f"{len(too_long)} of {len(lengths)} requests have more tokens than the {room} that "
-                f"max_length = {self.max_length} leaves them, up to {max(too_long)}: raise "
-                "--max-length (max_length), or cut their beginnings by --truncate (truncate=True)"
+                f"{len(too_long)} of {len(lengths)} requests have more tokens (up to "
+                f"{max(too_long)}) than the {room} that max_length = {self.max_length} leaves: "
+                "raise --max-length (max_length), or cut their beginnings with --truncate "
+                "(truncate=True)"
             )
         self.num_truncated += len(too_long)
         self.tokens_read += sum(min(length, room) for length in lengths)
@@ -144,9 +151,9 @@ class FracLM(HFLM):
         if max(answers, default=0) > self.max_length:
             raise ValueError(
                 f"an answer has {max(answers)} tokens, more than max_length = {self.max_length}, "
-                "and answers are not cut: raise --max-length (max_length)"
+                "and answers are never truncated: raise --max-length (max_length)"
             )
-        # The last token is predicted, but never read.
+        # The last token is predicted but never read.
         self._fit([len(c) + len(a) - 1 for _, c, a in requests], self.max_length)
         return super()._loglikelihood_tokens(requests, *args, **options)
 
@@ -180,7 +187,7 @@ class FracLM(HFLM):
         return _Asked(text, given, context or [self.prefix_token_id], until, new, sampling)
 
     def _sampling(self, options: dict[str, Any]) -> SamplingSettings | None:
-        """What options of `generate` ask for; None if the engine does not have it."""
+        """Sampling settings for options of `generate`; None if the engine does not support them."""
         config = copy.deepcopy(self.model.generation_config)
         if not options.get("do_sample"):
             options = {name: x for name, x in options.items() if name != "temperature"}
@@ -191,7 +198,7 @@ class FracLM(HFLM):
             return None
 
     def _answer(self, asked: Sequence[_Asked], longest: int, quiet: bool) -> list[str]:
-        """Answer all requests by the engine, the longest first: if memory is short, then soon."""
+        """Answer all requests with the engine, longest first: a lack of memory then shows early."""
         engine = self._engine(longest, len(asked))
         answers: list[list[int]] = [[] for _ in asked]
         bar = tqdm(total=len(asked), disable=quiet or self.rank != 0, desc="generate_until")
@@ -210,7 +217,7 @@ class FracLM(HFLM):
         return [self._text(each, tokens) for each, tokens in zip(asked, answers, strict=True)]
 
     def _engine(self, longest: int, num_requests: int) -> Engine:
-        """An engine for requests of so many tokens, with as many slots as memory allows."""
+        """An engine for requests of up to `longest` tokens, with as many slots as memory allows."""
         auto = self.batch_size_per_gpu == "auto"
         most = self.max_batch_size if auto else int(self.batch_size_per_gpu)
         most = max(1, min(most, num_requests))
@@ -239,21 +246,21 @@ class FracLM(HFLM):
 
     def _request(self, asked: _Asked) -> Request:
         assert asked.sampling is not None
-        # The end of a text is a token of its own; as a string it would have to be looked for.
+        # eos is a token id; as a stop string, it would have to be searched in the text.
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         draws = asked.sampling.temperature > 0
         return Request(
             prompt=asked.context,
             max_new_tokens=asked.max_new_tokens,
             sampling=asked.sampling,
-            # lm-eval seeds torch.
+            # lm-eval seeds torch, so these seeds are reproducible.
             seed=int(torch.randint(2**62, ())) if draws else 0,
             eos_token_ids=[self.eot_token_id],
             stop=[text for text in asked.until if text and text != eos],
         )
 
     def _text(self, asked: _Asked, tokens: list[int]) -> str:
-        """The text of an answer, cut as lm-eval cuts it."""
+        """The text of an answer, post-processed as lm-eval does it."""
         end = self.think_end_token
         if isinstance(end, int) and end in tokens:
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
@@ -267,14 +274,14 @@ class FracLM(HFLM):
         return text
 
     def _generation_batch_size(self, length: int, num_requests: int) -> int:
-        """The largest batch for `model.generate`, of at most so many prompts of this length."""
+        """The largest batch size for `model.generate` with prompts of this length."""
         most = max(1, min(self.max_batch_size, num_requests))
         if self.device.type != "cuda":
             return _cpu_batch_size(length, most)
         return self._try_batch_sizes(length, most)
 
     def _try_batch_sizes(self, length: int, most: int) -> int:
-        """By trial: fewer rows, as long as the memory does not suffice."""
+        """Try smaller batch sizes until memory suffices."""
         search = require("accelerate", "eval", "batch_size='auto'").find_executable_batch_size
 
         @search(starting_batch_size=most)

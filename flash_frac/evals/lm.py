@@ -1,7 +1,7 @@
-"""The suite "lm": short texts, as the paper's table of language modelling has them.
+"""The suite "lm": the short-text tasks of the paper's language modelling table.
 
-lm-eval's own tasks and metrics. The paper's table says acc for OpenBookQA, but its numbers are in
-the range of acc_norm at this size, which earlier work reports; both are kept in results.json.
+Tasks and metrics are lm-eval's. The paper's table says acc for OpenBookQA, but its numbers are in
+the range of acc_norm at this size, which earlier work reports; results.json has both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _choice(name: str, column: str, folder: str, *, split: str, normed: bool = F
 
 
 def prepare(data_dir: Path) -> list[Path]:
-    """Write `data_dir/lm/<task>.jsonl` from the hub where missing; the new files."""
+    """Download missing files `data_dir/lm/<task>.jsonl` from the hub; return the new files."""
     return harness.fetch(data_dir, SUITE)
 
 
@@ -59,7 +59,7 @@ SUITE = Suite(
         _choice("openbookqa", "OBQA", "openbookqa", split="test", normed=True),
         _choice("boolq", "BoolQ", "super_glue/boolq", split="validation"),
     ),
-    # What lm-eval gives to a model that states no length of its own, as Mamba's numbers were made.
+    # lm-eval's default for a model without a maximum length, used for Mamba's numbers.
     max_length=2048,
     prepare=prepare,
     paper={

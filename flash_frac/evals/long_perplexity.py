@@ -1,21 +1,21 @@
-"""The suite "longppl": perplexity of long documents, as a function of the context length N.
+"""The suite "longppl": perplexity of long documents as a function of the context length N.
 
-Two ways of measuring have been published, and both are reported:
+Two protocols have been published, and both are reported:
 
-    whole    a document of at least N tokens, cut to N with the bos token that its tokenizer puts
-             before it, if it does; every token but the first is scored (YaRN). "ppl" is exp of the
-             mean loss of all tokens, which, all documents being of one length, is what YaRN's code
-             prints; "ppl_documents" is the mean of the documents' own perplexities, which one bad
-             document can rule.
-    ends     windows of N tokens, without a beginning token, at up to about ten places spread over
-             each document; of each window the last 100 tokens are scored (DeciMamba, LongMamba).
+    whole    A document of at least N tokens is cut to N, including the bos token if its tokenizer
+             adds one; every token but the first is scored (YaRN). "ppl" is exp of the mean loss
+             over all tokens, which is what YaRN's code prints, because all documents have the same
+             length. "ppl_documents" is the mean of the documents' perplexities, which one bad
+             document can dominate.
+    ends     Windows of N tokens, without a bos token, start at about ten positions or fewer spread
+             over each document; the last 100 tokens of each are scored (DeciMamba, LongMamba).
 
-In `whole` a token has N / 2 tokens before it on the average, in `ends` nearly N. The paper gives
-47.2, 28.4 and 11.3 for FRAC of 390M parameters on ProofPile, PG19 and GovReport at N = 16384, and
+A token has N / 2 tokens of context on average in `whole`, and nearly N in `ends`. The paper reports
+47.2, 28.4 and 11.3 for FRAC with 390M parameters on ProofPile, PG19 and GovReport at N = 16384, but
 not how they were measured.
 
-Frac models read in pieces and hand their memory on, so what they need does not grow with N; logits
-of one piece at most are there at a time. Other models read a document in one forward pass.
+Frac models read in pieces and carry their state over, so their memory does not grow with N; at most
+one piece of logits is in memory. Other models read a document in one forward pass.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from flash_frac.models.evaluating import evaluating
 
 NUM_DOCUMENTS = 50
 SCORE_LAST = 100
-# DeciMamba's windows: about so many in a document, and no closer than so many tokens.
+# DeciMamba's windows: about this many per document, at least this many tokens apart.
 NUM_WINDOWS = 10
 MIN_STRIDE = 10
-# YaRN's copies of the test sets, which hold the texts beside Llama-2's tokens of them.
+# YaRN's copies of the test sets, which hold the texts and their Llama-2 tokens.
 SOURCES = {
     "proofpile": Source(dataset="emozilla/proofpile-test-tokenized", text="text"),
     "pg19": Source(dataset="emozilla/pg19-test-tokenized", text="text"),
@@ -58,8 +58,8 @@ class LongPerplexity:
     Args:
         ppl: exp of the mean loss of all scored tokens.
         ppl_documents: mean over documents of exp of their mean loss.
-        num_documents: how many were long enough.
-        num_tokens: how many were scored.
+        num_documents: number of documents that were long enough.
+        num_tokens: number of scored tokens.
     """
 
     ppl: float
@@ -81,16 +81,16 @@ def long_perplexity(
     """Perplexity of documents in a context of `length` tokens.
 
     Args:
-        model: any causal language model of Hugging Face.
-        documents: their tokens.
-        length: N, the beginning token included.
-        bos: token put before each document; not before windows.
-        min_tokens: shorter documents are left out, N by default. Give the largest N to measure
-            every length on the same documents.
-        score_last: score the last so many tokens of windows (`ends`); else all tokens of the cut
-            documents (`whole`).
-        piece_tokens: tokens in one forward pass; 4096 for a Frac model and N for others, which
-            need not be able to continue from a cache by more than one token.
+        model: any Hugging Face causal language model.
+        documents: the tokens of each document.
+        length: N, including the bos token.
+        bos: token to put before each document, but not before windows.
+        min_tokens: leave out shorter documents; N by default. Pass the largest N to measure every
+            length on the same documents.
+        score_last: score this many tokens at the end of windows (`ends`); by default all tokens of
+            the cut documents (`whole`).
+        piece_tokens: tokens per forward pass; by default 4096 for a Frac model and N for others,
+            which may not be able to continue a cache by more than one token.
 
     Example:
         >>> long_perplexity(model, documents, 16384).ppl
@@ -133,7 +133,7 @@ def long_perplexity(
 
 
 def window_starts(num_tokens: int, length: int) -> range:
-    """Where windows of a document begin.
+    """The positions where windows of a document start.
 
     Example: `list(window_starts(1100, 1000))[:3] == [0, 10, 20]`
     """
@@ -149,9 +149,9 @@ def token_losses(
     Args:
         model: a causal language model, in evaluation mode.
         tokens: (T,).
-        score_last: how many; T - 1 by default.
-        piece_tokens: tokens in one forward pass; with fewer than T - 1, the model must be able to
-            continue from its cache by any number of tokens, as Frac models are.
+        score_last: number of tokens to score at the end; T - 1 by default.
+        piece_tokens: tokens per forward pass; below T - 1, the model must be able to continue its
+            cache by any number of tokens, as Frac models can.
 
     Returns:
         (T - 1,) or (score_last,), float64, on the CPU.
@@ -160,7 +160,7 @@ def token_losses(
     inputs, targets = tokens[None, :-1].to(device), tokens[1:].to(device)
     num_inputs = len(targets)
     first = 0 if score_last is None else num_inputs - score_last
-    # Models that cannot leave logits out give them all.
+    # Models without logits_to_keep return all logits.
     selects = "logits_to_keep" in inspect.signature(model.forward).parameters
     losses, cache = [], None
     for start in range(0, num_inputs, piece_tokens):
@@ -169,7 +169,7 @@ def token_losses(
         options: dict[str, Any] = {"logits_to_keep": max(kept, 1)} if selects else {}
         if start:
             options["past_key_values"] = cache
-        # Only a piece that another one follows has a memory to hand on.
+        # The last piece needs no cache.
         more = stop < num_inputs
         output = model(inputs[:, start:stop], use_cache=more, **options)
         cache = output.past_key_values if more else None
@@ -180,14 +180,14 @@ def token_losses(
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Both measures of a task's documents at the length of the request.
+    """Both perplexities of a task's documents at the length of the request.
 
-    For numbers of different lengths to be of the same documents, these are the first 50 that have
-    as many tokens as the largest of the suite's lengths that any of them has.
+    To use the same documents at all lengths, take the first 50 that reach the largest of the
+    suite's lengths that any document reaches.
     """
     length, task = request.unit.length, request.unit.task.name
     if length is None:
-        raise ValueError("suite longppl is measured at lengths: give some by --lengths")
+        raise ValueError("suite longppl needs lengths: set them with --lengths")
     enough = max(length, *request.suite.lengths)
     documents, names, num_long = [], [], 0
     for record in read_records(request, SOURCES.get(task)):
@@ -200,7 +200,7 @@ def measure(request: Request) -> dict[str, Any]:
     longest = max(map(len, documents))
     if longest < length:
         raise ValueError(
-            f"no document of {task} has {length} tokens, the longest has {longest}: give shorter "
+            f"no document of {task} has {length} tokens, the longest has {longest}: use shorter "
             "--lengths, or longer documents"
         )
     least = max(n for n in (length, *request.suite.lengths) if n <= longest)
@@ -232,7 +232,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def prepare(data_dir: Path) -> list[Path]:
-    """Write `data_dir/longppl/<name>.jsonl` from the hub where missing; the new files."""
+    """Download missing `data_dir/longppl/<name>.jsonl` from the hub; return the new files."""
     return prepare_from_hub(data_dir / "longppl", SOURCES)
 
 
@@ -241,7 +241,7 @@ def _check(
 ) -> None:
     if length < 2:
         raise ValueError(
-            f"length must be at least 2, a token to see and one to score, got {length}"
+            f"length must be at least 2 (one token of context, one to score), got {length}"
         )
     if min_tokens is not None and min_tokens < length:
         raise ValueError(f"min_tokens must be at least length = {length}, got {min_tokens}")
@@ -271,7 +271,7 @@ SUITE = Suite(
     name="longppl",
     title="Long-document perplexity",
     tasks=tuple(_task(name, column) for name, column in _COLUMNS.items()),
-    # The length is all there is: the beginning token counts.
+    # Nothing is added to the length, which includes the bos token.
     max_length=0,
     lengths=(2048, 4096, 8192, 16384),
     measure=measure,

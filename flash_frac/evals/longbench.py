@@ -1,15 +1,15 @@
 """The suite "longbench": fourteen English tasks of LongBench (Bai et al., 2024).
 
-Prompts, lengths of answers and metrics are those of lm-evaluation-harness; the examples are local.
-A prompt that does not fit is cut in its middle, as LongBench does, so that the task's instruction,
-at the beginning, and its question, at the end, are kept:
+Prompts, answer lengths and metrics are those of lm-evaluation-harness; the examples are local. A
+prompt that does not fit is cut in the middle, as LongBench does, which keeps the instruction at the
+beginning and the question at the end:
 
     kept tokens = the first and the last (max_length - new tokens) // 2 of the prompt
 
-How many were cut is reported. The average is that of the tasks, as in the paper, not of the groups.
+The number of cut prompts is reported. The average is over tasks, as in the paper, not over groups.
 
-lm-eval ends the answers of trec, triviaqa and samsum at a newline; LongBench's own code first drops
-newlines at the beginning, so that a model that opens with one scores there and not here.
+lm-eval ends the answers of trec, triviaqa and samsum at a newline. LongBench's own code first drops
+leading newlines, so an answer that starts with one scores there but not here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flash_frac.evals.harness import measure_records, shorten
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 from flash_frac.extras import require
 
-# Groups of the paper's table, in its order: tasks and their columns.
+# Groups of the paper's table in order, with tasks and their columns.
 GROUPS = {
     "Single-Doc QA": {"narrativeqa": "NQA", "qasper": "QQA", "multifieldqa_en": "MFQ"},
     "Multi-Doc QA": {"hotpotqa": "HQA", "2wikimqa": "2WM", "musique": "Mus"},
@@ -48,11 +48,11 @@ def ends(tokens: list[int], size: int) -> list[list[int]]:
 
 
 def harness_config(name: str) -> dict[str, Any]:
-    """lm-eval's configuration of a task, its functions resolved.
+    """lm-eval's configuration of a task, with functions resolved.
 
     Example: `harness_config("qasper")["generation_kwargs"]["max_gen_toks"] == 128`
     """
-    # The metrics import them, and would name an extra of another package.
+    # The metrics import these, and their own error would name another package's extra.
     for module in ("jieba", "fuzzywuzzy", "rouge"):
         require(module, "eval", "suite longbench")
     folder = Path(require("lm_eval.tasks", "eval", "suite longbench").__path__[0])
@@ -61,11 +61,11 @@ def harness_config(name: str) -> dict[str, Any]:
 
 
 def prompted(lm: Any, record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """An example as the model reads it.
+    """Turn an example into a prompt that fits the model.
 
     Args:
         lm: the model.
-        record: "context", "input" (or "question", as the copy on the hub calls it), "answers", and
+        record: "context", "input" ("question" in the copy on the hub), "answers", and
             "all_classes" if there are classes.
         config: from `harness_config`.
 
@@ -86,7 +86,7 @@ def prompted(lm: Any, record: Mapping[str, Any], config: Mapping[str, Any]) -> d
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """The task's own score, from 0 to 1: F1, ROUGE-L, accuracy or similarity of code.
+    """Measure the task's own score, from 0 to 1: F1, ROUGE-L, accuracy or code similarity.
 
     Returns:
         "score,none", the same under the metric's own name, "num_examples" and "num_cut".
@@ -95,7 +95,7 @@ def measure(request: Request) -> dict[str, Any]:
     config = harness_config(name)
     records = read_records(request, SOURCES[name])
     examples = [prompted(request.lm, record, config) for record in records]
-    # The data are local, and a tag would make lm-eval look for other tasks of its name.
+    # The data is local, and a tag would make lm-eval search for other tasks with it.
     unwanted = ("dataset_path", "dataset_name", "tag")
     config = {key: value for key, value in config.items() if key not in unwanted}
     counts = {"num_cut": sum(example["cut"] for example in examples)}
@@ -103,7 +103,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def prepare(data_dir: Path) -> list[Path]:
-    """Write `data_dir/longbench/<task>.jsonl` from the hub where missing; the new files."""
+    """Download missing `data_dir/longbench/<task>.jsonl` from the hub; return the new files."""
     return prepare_from_hub(data_dir / "longbench", SOURCES)
 
 
@@ -112,7 +112,7 @@ _UNITS = {
     "lcc": "sim", "repobench-p": "sim",
 }  # fmt: skip
 
-# The paper's table: a number for each task in the order of GROUPS, the average last.
+# The paper's table: one number per task in the order of GROUPS, then the average.
 _TABLE = """
 Transformer   8.7 10.6 19.0  6.1 15.5  4.0  7.2 16.6 11.2 25.0 19.1 11.3 26.0 25.6 14.7
 Mamba-2       4.4 11.4 16.3  4.5 13.8  2.7  7.8 12.7  6.3 17.0 10.9 10.5 23.4 26.5 12.0

@@ -1,12 +1,12 @@
 """The suite "niah": one needle in a haystack, at lengths from 1K to 64K tokens.
 
-RULER's single needles, as lm-eval makes and scores them: S-NIAH-1 hides a number among repeated
-sentences, S-NIAH-2 a number and S-NIAH-3 a UUID in essays. Every length is measured by itself, so
-that a limit on examples holds for each, and with 500 examples as lm-eval has them.
+These are RULER's single needles, generated and scored by lm-eval: S-NIAH-1 hides a number among
+repeated sentences, S-NIAH-2 a number and S-NIAH-3 a UUID in essays. Each length is measured
+separately, so a limit on examples applies to each, and has 500 examples as in lm-eval.
 
-The prompt of an example, without the beginning of the answer that is put in the model's mouth, has
-at most the length less 128 tokens. Essays are cut in steps of 500 words, so that it may be shorter:
-`mean_tokens` in the results says how long prompts were.
+A prompt, without the prefilled start of the answer, has at most the length minus 128 tokens. Essays
+are cut in steps of 500 words, so it may be shorter: `mean_tokens` in the results is the mean length
+of the prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flash_frac.files import decode_text, write_text
 
 NUM_EXAMPLES = 500
 ANSWER_TOKENS = 128
-# RULER's name of the hidden value, and whether it is hidden in essays.
+# RULER's name for the hidden value, and whether it is hidden in essays.
 _KINDS = {
     "niah_single_1": ("numbers", False),
     "niah_single_2": ("numbers", True),
@@ -39,13 +39,13 @@ _PUNKT = "tokenizers/punkt_tab"
 
 @contextmanager
 def _ruler(folder: Path | None) -> Iterator[Any]:
-    """lm-eval's module that hides needles, which must not fetch anything if there is a folder."""
+    """lm-eval's module that generates needles; it must not download if there is a folder."""
     nltk = require("nltk", "eval", "suite niah")
     if folder is None:
         yield require("lm_eval.tasks.ruler.prepare_niah", "eval", "suite niah")
         return
     with patch.object(nltk.data, "path", [str(folder / "nltk_data"), *nltk.data.path]):
-        # Importing it downloads rules for the ends of sentences, where there are none, and says so.
+        # Importing it downloads NLTK's sentence rules if they are missing, and prints a message.
         silence = patch.object(nltk, "download", lambda *_, **__: False)
         with silence, no_downloads(), redirect_stdout(StringIO()):
             ruler = require("lm_eval.tasks.ruler.prepare_niah", "eval", "suite niah")
@@ -65,7 +65,7 @@ def _knows_sentences(nltk: Any) -> bool:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences by a simple rule, for when NLTK's are not to be had: . ? or ! and a capital.
+    """Split sentences after . ? or ! before a capital; used where NLTK's rules are missing.
 
     Example: `split_sentences("It is so. Is it? No.") == ["It is so.", "Is it?", "No."]`
     """
@@ -73,12 +73,12 @@ def split_sentences(text: str) -> list[str]:
 
 
 def essays(folder: Path) -> list[Path]:
-    """The texts in which needles are hidden; ValueError if there is none."""
+    """The texts in which needles are hidden; raises ValueError if there is none."""
     paths = _texts(folder)
     if not paths:
         raise ValueError(
-            f"there is no text in {folder}: put essays, or any other long text, there as *.txt; "
-            f"`frac eval prepare {folder.parent} --suite niah` fetches Paul Graham's"
+            f"there is no text in {folder}: add essays, or any other long text, as *.txt; "
+            f"`frac eval prepare {folder.parent} --suite niah` downloads Paul Graham's"
         )
     return paths
 
@@ -92,7 +92,7 @@ def _local(folder: Path, task: Task) -> list[Path]:
 
 
 def _haystack(request: Request, ruler: Any) -> Any:
-    """What the needle is hidden in: a sentence to repeat, or the words of the essays."""
+    """The haystack: a sentence to repeat, or the words of the essays."""
     if not _KINDS[request.unit.task.name][1]:
         return ruler.get_haystack("repeat")
     if request.data_dir is None:
@@ -100,21 +100,21 @@ def _haystack(request: Request, ruler: Any) -> Any:
     else:
         texts = [decode_text(p.read_bytes(), p) for p in essays(request.data_dir / "niah")]
         words = " ".join(texts).split()
-    # Without this, lm-eval takes what there is: 4K tokens would be called 64K.
+    # lm-eval would silently use a shorter text, and call 4K tokens 64K.
     assert request.unit.length is not None
-    # A word has at least one token, so that many words need not be counted.
+    # A word has at least one token, so only short texts need to be tokenised.
     enough = len(words) >= request.unit.length
     num_tokens = 0 if enough else len(request.lm.tokenizer(" ".join(words)).input_ids)
     if not enough and num_tokens < request.unit.length:
         raise ValueError(
             f"the essays have {num_tokens} tokens, too few for lengths of {request.unit.length}: "
-            "add text to DIR/niah, or give shorter --lengths"
+            "add text to DIR/niah, or use shorter --lengths"
         )
     return words
 
 
 def examples(request: Request) -> list[dict[str, Any]]:
-    """Prompts of a task at a length, as lm-eval makes them from this seed."""
+    """Prompts of a task at a length, generated by lm-eval from this seed."""
     folder = None if request.data_dir is None else request.data_dir / "niah"
     value, in_essays = _KINDS[request.unit.task.name]
     with _ruler(folder) as ruler:
@@ -135,11 +135,11 @@ def examples(request: Request) -> list[dict[str, Any]]:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """The share of needles that are found at one length, as "accuracy"."""
+    """Measure "accuracy", the fraction of needles found at one length."""
     rows = examples(request)
     make: Callable[..., Any] = harness.Rows({"test": rows})
     found = harness.measure_task(request, harness.build(request, make))
-    # RULER counts the answer with the prompt.
+    # RULER's length includes the answer.
     lengths = [row["length"] - ANSWER_TOKENS for row in rows]
     return {
         "accuracy": found[f"{request.unit.length},none"],
@@ -150,7 +150,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def prepare(data_dir: Path) -> list[Path]:
-    """Fetch Paul Graham's essays, and NLTK's rules for sentences."""
+    """Download Paul Graham's essays and NLTK's sentence rules; return the new files."""
     rows = require("datasets", "eval", "frac eval prepare").load_dataset(
         "baber/paul_graham_essays", split="train"
     )
@@ -170,7 +170,7 @@ SUITE = Suite(
     name="niah",
     title="NIAH",
     tasks=tuple(_task(number) for number in (1, 2, 3)),
-    # On top of the length: the beginning of the answer, which RULER does not count.
+    # Added to the length for the prefilled start of the answer, which RULER does not count.
     max_length=256,
     lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
     measure=measure,

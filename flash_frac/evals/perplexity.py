@@ -1,10 +1,10 @@
-"""Loss of a language model as a function of the context that it may use.
+"""Loss of a language model as a function of its context length.
 
-A stretch of S tokens is read in windows of L tokens, each of which begins with an empty memory and
-predicts, from each of its tokens, the next token of the stretch, also where that one begins the
-next window. So tokens 1 to S are each predicted once whatever L is, from 1 to L tokens before them:
-numbers of different L differ by the context alone. Documents flow on within a window, joined by
-their eos token, as they do in training.
+S tokens are read in windows of L tokens. Each window starts with an empty state and predicts the
+next token after each of its tokens, including the first token of the next window. So tokens 1 to S
+are each predicted once for any L, from a context of 1 to L tokens, and losses at different L differ
+only by the context. Within a window, states carry over from one document to the next, separated by
+an eos token, as in training.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flash_frac.data import TokenStore
+from flash_frac.data.store import Store
 from flash_frac.models.evaluating import evaluating
 
-# Logits of so many tokens are in memory at once.
+# Tokens per forward pass, which bounds the logits in memory.
 BATCH_TOKENS = 4096
 
 
 def loss_by_length(
     model: nn.Module,
-    store: TokenStore,
+    store: Store,
     lengths: Sequence[int],
     *,
     max_tokens: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[int, float]:
-    """Mean negative log-likelihood, in nats per token, for each length L of windows.
+    """Mean negative log-likelihood, in nats per token, for each window length L.
 
-    The same tokens are scored for each L: as many windows of the largest length as the store holds
-    from its beginning, each cut into windows of L.
+    The same tokens are scored for each L: all complete windows of the largest length, from the
+    start of the store, each cut into windows of L.
 
     Args:
-        model: a causal language model with a cache of states, such as FracForCausalLM.
+        model: a causal language model with a state cache, such as FracForCausalLM.
         store: the tokens.
-        lengths: L, each a divisor of the largest.
-        max_tokens: at most so many tokens are scored; all that the store gives by default.
-        batch_tokens: tokens in one forward pass. A longer window is read in pieces, the memory
-            carried from one to the next.
+        lengths: the lengths L, each a divisor of the largest.
+        max_tokens: score at most this many tokens; by default, all in the store.
+        batch_tokens: tokens per forward pass. Longer windows are read in pieces that carry the
+            state over.
 
     Returns:
-        The loss of each length.
+        The loss at each length.
 
     Example:
         >>> loss_by_length(model, splits.held_out, [256, 1024, 4096])
@@ -59,10 +59,8 @@ def loss_by_length(
         return {length: _loss(model, store, length, num_tokens, batch_tokens) for length in lengths}
 
 
-def scored_tokens(
-    store: TokenStore, lengths: Sequence[int], *, max_tokens: int | None = None
-) -> int:
-    """S, how many tokens `loss_by_length` scores: tokens 1 to S of the store.
+def scored_tokens(store: Store, lengths: Sequence[int], *, max_tokens: int | None = None) -> int:
+    """S, the number of tokens that `loss_by_length` scores: tokens 1 to S of the store.
 
     Example: `scored_tokens(store, [256, 1024])` is a multiple of 1024.
     """
@@ -74,20 +72,20 @@ def scored_tokens(
             f"lengths must divide the largest of them, {longest}, got {list(lengths)}; "
             "powers of two always do"
         )
-    # The last token has none behind it to predict.
+    # The last token has no next token to predict.
     usable = store.num_tokens - 1
     if max_tokens is not None:
         usable = min(usable, max_tokens)
     if usable < longest:
         raise ValueError(
-            f"lengths goes up to {longest}, but there are only {max(usable, 0)} tokens to score in "
+            f"lengths go up to {longest}, but there are only {max(usable, 0)} tokens to score in "
             f"{store.folder}: use shorter lengths, a larger max_tokens, or more text"
         )
     return usable // longest * longest
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """A loss in a unit that does not depend on the tokenizer.
+    """Convert a loss to bits per byte, which do not depend on the tokenizer.
 
     Example: `bits_per_byte(math.log(2), 1.0) == 1.0`
     """
@@ -96,7 +94,7 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
     return nats_per_token / math.log(2) / bytes_per_token
 
 
-def _loss(model: Any, store: TokenStore, length: int, num_tokens: int, batch_tokens: int) -> float:
+def _loss(model: Any, store: Store, length: int, num_tokens: int, batch_tokens: int) -> float:
     device = next(model.parameters()).device
     rows = max(1, batch_tokens // length)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -107,7 +105,7 @@ def _loss(model: Any, store: TokenStore, length: int, num_tokens: int, batch_tok
         cache = None
         for first in range(0, length, batch_tokens):
             piece = slice(first, first + batch_tokens)
-            # Only a piece that another one follows has a memory to hand on.
+            # The last piece needs no cache.
             more = first + batch_tokens < length
             output = model(inputs[:, piece].to(device), past_key_values=cache, use_cache=more)
             cache = output.past_key_values

@@ -1,18 +1,18 @@
-"""The suite "recall": answers that stand in the text before the question, completed as clozes.
+"""The suite "recall": find an answer in the text before the question, as a cloze.
 
-The six tasks of Just Read Twice (JRT, Arora et al., 2024): a document, then a sentence that stops
-where its answer belongs. A generation scores if it contains an answer, whatever its case.
+These are the six tasks of Just Read Twice (JRT, Arora et al., 2024): a document, then a sentence
+that stops where its answer belongs. A generation scores if it contains an answer, ignoring case.
 
-A document is cut to a window of W = C - 50 tokens, C = 2048, around the answer. With t the number
-of tokens before its first occurrence and S that of the document, the tokens kept are
+A document is cut to a window of W = C - 50 tokens, C = 2048, around the answer. With t tokens
+before the answer's first occurrence, and S tokens in the document, the window is
 
     [s, min(S, s + W)),    s = max(0, t - W // 2),
 
-so what precedes an answer by more than W // 2 tokens goes even where the document would fit. For
-TriviaQA and DROP, t = 0. An answer that is nowhere in the document is taken to stand at its end.
-Examples whose answer has fewer than two letters are left out where the window needs the answer.
-The prompt and 48 new tokens have room in 2048: of a longer prompt the first tokens go, as in JRT's
-code. How many examples were cut or left out is reported.
+so text more than W // 2 tokens before the answer is cut even if the document would fit. For
+TriviaQA and DROP, t = 0. An answer that does not occur counts as being at the document's end. If
+the window depends on the answer, examples whose answer has fewer than two letters are left out.
+The prompt and 48 new tokens must fit in 2048 tokens; a longer prompt loses its first tokens, as in
+JRT's code. The numbers of cut and left-out examples are reported.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flash_frac.evals.harness import measure_records, shorten
 from flash_frac.evals.suites import Metric, Request, Suite, Task
 
 MAX_NEW_TOKENS = 48
-# Tokens of C that a window leaves free for the answer.
+# Tokens of C reserved for the answer.
 ANSWER_TOKENS = 50
-# In SWDE a list of attributes follows this line; the question asks for one of them.
+# In SWDE, a list of attributes follows this line; the question asks for one of them.
 SUMMARY = "Summary of information above..."
 
 Record = Mapping[str, Any]
 
 
 def _without_ending(text: str, ending: str) -> str:
-    """The text without the ending, as often as it stands there, whatever its case."""
+    """Remove all repetitions of an ending from a text, ignoring case."""
     while ending and text.lower().endswith(ending.lower()):
         text = text[: -len(ending)]
     return text
@@ -78,15 +78,15 @@ def _drop(record: Record, text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Where a task keeps its document and its answers, and how the two become a prompt.
+    """The fields of a task's examples, and how they become a prompt.
 
     Args:
         source: its dataset.
         document: field of the document.
-        clean: from that field to the document.
-        centre: fields the first of whose occurrences is the centre of the window; () for the start.
-        answers: field of the answer, or of a list of them.
-        prompt: from an example and its document, cut, to what the model reads.
+        clean: extracts the document from that field.
+        centre: fields whose first occurrence is the centre of the window; () for the start.
+        answers: field of the answer, or of a list of answers.
+        prompt: builds the prompt from an example and its document, already cut.
         context_length: C.
     """
 
@@ -135,7 +135,7 @@ FORMATS = {
 
 
 def contains(generation: str, answers: Sequence[str]) -> float:
-    """1 if an answer stands in the generation, whatever its case, else 0.
+    """1 if the generation contains an answer, ignoring case, else 0.
 
     Example: `contains("It was in Paris.", ["paris", "the capital"]) == 1.0`
     """
@@ -143,10 +143,10 @@ def contains(generation: str, answers: Sequence[str]) -> float:
 
 
 def answer_position(record: Record, document: str, fields: Sequence[str]) -> int | None:
-    """Where the first of the fields' values begins in the document, in letters.
+    """Character position of the first occurrence of any of the fields' values in the document.
 
-    A list stands for its first element. `alt_answers`, which some examples have, are tried if no
-    field is found. None if nothing is.
+    Of a list, the first element counts. If no value occurs, `alt_answers` are tried, which some
+    examples have. Returns None if none of them occurs.
     """
     if not fields:
         return 0
@@ -161,14 +161,14 @@ def answer_position(record: Record, document: str, fields: Sequence[str]) -> int
 def window(
     tokenizer: Any, document: str, position: int | None, size: int, *, fallback: int | None = None
 ) -> tuple[str, bool]:
-    """At most `size` tokens of a document around a position, and whether any were left out.
+    """At most `size` tokens of a document around a position, and whether any were cut.
 
     Args:
-        tokenizer: of the model.
-        document: without space at its ends.
-        position: in letters; None if it is not known, which means the end.
+        tokenizer: tokenizer of the model.
+        document: text without surrounding white space.
+        position: position in characters; None if unknown, which means the end.
         size: W.
-        fallback: position in tokens for documents longer than W where `position` is None.
+        fallback: position in tokens for documents longer than W if `position` is None.
 
     Example: `window(tokenizer, text, text.index("Paris"), 1998)`
     """
@@ -185,7 +185,7 @@ def window(
 
 
 def prompted(lm: Any, record: Record, form: Format) -> dict[str, Any] | None:
-    """An example as the model reads it, or None for one that JRT leaves out.
+    """Turn an example into a prompt that fits the model, or None for one that JRT leaves out.
 
     Returns:
         "prompt", "answers", and "cut": whether tokens were left out.
@@ -209,7 +209,7 @@ def prompted(lm: Any, record: Record, form: Format) -> dict[str, Any] | None:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Share of the examples whose generation contains an answer.
+    """Measure the fraction of examples whose generation contains an answer.
 
     Returns:
         "contains,none", "num_examples", "num_cut", "num_left_out" and their names "left_out";
@@ -222,7 +222,7 @@ def measure(request: Request) -> dict[str, Any]:
     if not examples:
         raise ValueError(
             f"all {len(records)} examples of {request.unit.name} have answers of fewer than two "
-            "letters, which JRT leaves out: raise limit, or prepare the file again"
+            "letters, which JRT leaves out: raise --limit, or prepare the file again"
         )
     config = {
         "metadata": {"version": 1.0},
@@ -249,7 +249,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def prepare(data_dir: Path) -> list[Path]:
-    """Write `data_dir/recall/<task>.jsonl` from the hub where missing; the new files."""
+    """Download missing files `data_dir/recall/<task>.jsonl` from the hub; return the new files."""
     sources = {name: form.source for name, form in FORMATS.items()}
     return prepare_from_hub(data_dir / "recall", sources)
 

@@ -1,8 +1,8 @@
-"""Results as the paper shows them: its tables with rows for our models below its own, and figures.
+"""Results as tables and figures: the paper's rows, with our models below.
 
-A report is what `flash_frac.evals.runner.evaluate` returns and OUT/results.json holds. `markdown`
-gives the tables. `compare` draws several models: needles found against length, and bars for each
-other suite, with the paper's rows in grey behind them.
+A report is the return value of `flash_frac.evals.runner.evaluate`, saved as OUT/results.json.
+`markdown` writes the tables. `compare` draws several models: scores against length for suites with
+lengths, and bars for the others, with the paper's rows as dashes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from flash_frac.files import check_object, read_record, write_text
 from flash_frac.markdown import plain
 
 MISSING = "–"
-# What tables and figures need of a result.
+# The fields of a result that tables and figures need.
 UNIT = MappingProxyType(
     {"suite": str, "task": str, "length": int | None, "conditions": dict, "results": dict}
 )
-# Documents that a footnote names, at most.
+# Maximum number of documents that a footnote names.
 NAMED = 10
 COLOURS = (OURS, OTHER, THIRD, PALE, "#e09f3e", "#5b7553", INK)
 
 
 def columns(suite: Suite) -> list[tuple[Task, Metric]]:
-    """Columns of a suite's table, left to right."""
+    """Columns of a suite's table, from left to right."""
     return [(task, metric) for task in suite.tasks for metric in task.metrics]
 
 
 def numbers(report: dict[str, Any], suite: Suite, length: int | None = None) -> list[float | None]:
-    """A model's row at a length, in the units of the table; None where nothing was measured.
+    """A model's row at a length, in the units of the table; None for what was not measured.
 
     Example: `numbers(report, SUITES["lm"])[2]` is the accuracy on LAMBADA in percent.
     """
@@ -62,7 +62,7 @@ def numbers(report: dict[str, Any], suite: Suite, length: int | None = None) -> 
 
 
 def average(suite: Suite, row: Sequence[float | None]) -> float | None:
-    """Mean of the columns that count; None unless all are there."""
+    """Mean of the averaged columns; None unless all of them were measured."""
     counted = [v for v, (_, metric) in zip(row, columns(suite), strict=True) if metric.averaged]
     known = [value for value in counted if value is not None]
     return sum(known) / len(known) if known and len(known) == len(counted) else None
@@ -75,7 +75,7 @@ def lengths(reports: Sequence[dict[str, Any]], suite: Suite) -> list[int]:
 
 
 def measured(reports: Sequence[dict[str, Any]]) -> list[Suite]:
-    """Suites of which there is a result, each with the tasks that have one and no others."""
+    """Suites with results, each reduced to the tasks that have one."""
     tasks: dict[str, list[str]] = {}
     for report in reports:
         for unit in report["units"]:
@@ -85,7 +85,7 @@ def measured(reports: Sequence[dict[str, Any]]) -> list[Suite]:
 
 
 def markdown(reports: Sequence[dict[str, Any]]) -> str:
-    """All tables, and below each what its numbers were measured on.
+    """All tables, each followed by notes on its data.
 
     Example: `Path("results.md").write_text(markdown([report]))`
     """
@@ -97,7 +97,7 @@ def markdown(reports: Sequence[dict[str, Any]]) -> str:
     for report in reports:
         if report.get("left_out"):
             names = ", ".join(report["left_out"])
-            told = f"{report['model']}: asked for and left out, without local files: {names}."
+            told = f"{report['model']}: left out because local files are missing: {names}."
             parts.append(plain(told))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -123,7 +123,7 @@ def _by_task(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
     for report in reports:
         row = numbers(report, suite)
         rows.append([f"**{plain(report['model'])}**", *map(_cell, [*row, average(suite, row)])])
-    # An average of some columns could not be compared with the paper's.
+    # An average over some columns is not comparable with the paper's.
     if len(suite.tasks) < len(SUITES[suite.name].tasks):
         return _table(head, [row[:-1] for row in rows])
     return _table([*head, "Avg."], rows)
@@ -146,7 +146,7 @@ def _by_length(reports: Sequence[dict[str, Any]], suite: Suite) -> str:
 
 
 def _notes(report: dict[str, Any], suite: Suite) -> str:
-    """What was cut, limited or is not there: no number should look better than it is."""
+    """Notes on what was cut, limited or is missing: no number should look better than it is."""
     units = [unit for unit in report["units"] if unit["suite"] == suite.name]
     notes = []
     limited = sorted({unit["conditions"]["limit"] for unit in units} - {None})
@@ -180,17 +180,17 @@ def _cut(unit: dict[str, Any]) -> bool:
 
 
 def compare(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Draw and tabulate results of several models; returns the files written.
+    """Tabulate and draw the results of several models; return the files written.
 
     Args:
-        folders: of results, each with the results.json of `frac eval`.
-        out: folder for compare.md and one figure for each suite.
+        folders: result folders, each with the results.json of `frac eval`.
+        out: folder for compare.md and one figure per suite.
 
     Example: `compare([Path("evals/frac"), Path("evals/mamba2")], Path("compare"))`
     """
     reports = [_load(folder) for folder in folders]
     if len(reports) > len(COLOURS):
-        raise ValueError(f"at most {len(COLOURS)} models can be told apart, got {len(reports)}")
+        raise ValueError(f"at most {len(COLOURS)} models can be compared, got {len(reports)}")
     reports = _named_apart(reports, folders)
     out.mkdir(parents=True, exist_ok=True)
     written = [write_text(out / "compare.md", markdown(reports))]
@@ -207,20 +207,20 @@ def compare(folders: Sequence[Path], out: Path) -> list[Path]:
 def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no results.json; it must be an --out of `frac eval`")
+        raise ValueError(f"{folder} has no results.json; name an --out folder of `frac eval`")
     try:
         report = read_record(path, {"model": str, "units": list})
         for number, unit in enumerate(report["units"], 1):
             check_object(unit, f"{path} unit {number}", UNIT)
     except ValueError as error:
-        raise ValueError(f"{error}; the same `frac eval` writes it again") from error
+        raise ValueError(f"{error}; run the same `frac eval` to write it again") from error
     return report
 
 
 def _named_apart(
     reports: Sequence[dict[str, Any]], folders: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """Reports under names that differ: the model's, or else the folder's."""
+    """Reports with distinct names: the models' or, if these repeat, the folders'."""
     names = [report["model"] for report in reports]
     if len(set(names)) == len(names):
         return list(reports)
@@ -230,7 +230,7 @@ def _named_apart(
 
 
 def draw_lengths(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> None:
-    """A panel for each column of a suite: its number against the length, a line for each model."""
+    """Draw one panel per column of a suite: the score against the length, one line per model."""
     every, heads = lengths(reports, suite), [metric for _, metric in columns(suite)]
     width = 1.2 + 2.7 * len(heads)
     with figure_at(path, (width, 2.9), [1] * len(heads)) as (_, panels):
@@ -265,7 +265,7 @@ def _unit(metric: Metric) -> str:
 
 
 def _legend(axes: Any, names: Sequence[str], paper: bool = False) -> None:
-    """Beside the axes: every model, also one without a number in this panel."""
+    """Add a legend beside the axes with every model, even one without a number in this panel."""
     for name, colour in zip(names, COLOURS, strict=False):
         axes.plot([], [], color=colour, lw=3, label=label(name))
     if paper:
@@ -275,7 +275,7 @@ def _legend(axes: Any, names: Sequence[str], paper: bool = False) -> None:
 
 
 def draw_bars(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> None:
-    """Bars for each column that is a share, a colour for each model; the paper's rows as dashes."""
+    """Draw bars for each column in percent, one colour per model; dashes are the paper's rows."""
     shown = [n for n, (_, metric) in enumerate(columns(suite)) if metric.scale == 100]
     heads = [columns(suite)[n][1] for n in shown]
     rows = {report["model"]: numbers(report, suite) for report in reports}
@@ -286,7 +286,7 @@ def draw_bars(path: Path, reports: Sequence[dict[str, Any]], suite: Suite) -> No
                 if row[column] is not None:
                     x = place - 0.4 + (numbered + 0.5) * size
                     axes.bar(x, row[column], 0.92 * size, color=COLOURS[numbered])
-            # Beside the bars, which would hide them; ours last, on top.
+            # Dashes go beside the bars, which would hide them; FRAC's is last, on top.
             for name, row in sorted(suite.paper.items(), key=lambda item: item[0] == "FRAC"):
                 colour, weight = (INK, 2) if name == "FRAC" else (GREY, 1)
                 axes.plot(place + 0.36, row[column], "_", color=colour, ms=9, mew=weight)

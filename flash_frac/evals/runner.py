@@ -1,11 +1,11 @@
-"""Run suites on a checkpoint: each result kept as it comes, so that a run can be taken up again.
+"""Run suites on a checkpoint, and save each result at once, so that a run can be resumed.
 
-    OUT/<suite>/<unit>.json     one result, with the settings it was measured with
-    OUT/results.json            all of them
+    OUT/<suite>/<unit>.json     one result, and the settings of its measurement
+    OUT/results.json            all results
     OUT/results.md              the paper's tables with a row for this model
     OUT/hashes.json             hashes of the checkpoint's files
 
-A result that is there is not measured again; one of other settings or another model is an error.
+An existing result is not measured again; one with other settings or another model is an error.
 """
 
 from __future__ import annotations
@@ -41,24 +41,26 @@ from flash_frac.provenance import provenance, version_of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How suites are run.
+    """Settings of an evaluation.
 
     Args:
         suites: names of suites.
-        tasks: only these tasks of them; all by default. Suites that take one's own files know those
-            in `data_dir` by their names.
-        lengths: instead of the suites' own.
-        data_dir: folder of local files; nothing is downloaded then.
-        skip_missing: leave out tasks whose local files are missing, where that is an error.
-        limit: only so many examples of each task, for a try; such numbers mean little.
-        max_length: tokens the model is given at most, instead of the suites' own; where a suite
-            has lengths, these decide.
-        truncate: cut the beginning off what is longer, and say how often, where that is an error.
+        tasks: run only these tasks; all by default. For suites that accept your own files, also
+            the names of files in `data_dir`.
+        lengths: context lengths, instead of the suites' own.
+        data_dir: folder of local files; if set, nothing is downloaded.
+        skip_missing: skip tasks whose local files are missing, which is otherwise an error.
+        limit: use only the first N examples of each task, for a trial; such numbers mean little.
+        max_length: maximum number of tokens, instead of the suites' own; ignored by suites with
+            lengths.
+        truncate: cut off the beginning of longer requests, which are otherwise an error, and
+            report how many.
         batch_size: a number, or "auto".
-        seed: of whatever is drawn.
-        tokenizer: its name, as `flash_frac.data.load_tokenizer` takes it, instead of the
-            checkpoint's own.
-        trust_remote_code: run the Python code that comes with the checkpoint, if it has any.
+        seed: random seed.
+        tokenizer: a name for `flash_frac.data.load_tokenizer`, instead of the checkpoint's own
+            tokenizer.
+        trust_remote_code: run Python code that comes with the checkpoint.
+        quantize: "int8" or "fp8" for weights of 8 bits.
     """
 
     suites: tuple[str, ...]
@@ -73,13 +75,14 @@ class Settings:
     seed: int = 0
     trust_remote_code: bool = False
     tokenizer: str | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         check_suites(self.suites)
         known = self._known()
         strange = [name for name in self.tasks if name not in known]
         if strange and (self.data_dir is None or not any(SUITES[n].own for n in self.suites)):
-            raise ValueError(f"tasks must be of {', '.join(sorted(known))}; got {strange}")
+            raise ValueError(f"tasks must be among {', '.join(sorted(known))}; got {strange}")
         numbers = {"limit": self.limit, "max_length": self.max_length}
         numbers |= {f"lengths[{n}]": length for n, length in enumerate(self.lengths)}
         for name, value in numbers.items():
@@ -95,7 +98,7 @@ class Settings:
         return {task.name for name in self.suites for task in SUITES[name].tasks}
 
     def units(self, suite: Suite) -> tuple[Unit, ...]:
-        """What of a suite is to be measured."""
+        """The units of a suite to measure."""
         names = tuple(task.name for task in suite.tasks if task.name in self.tasks)
         if suite.own is not None:
             names += tuple(name for name in self.tasks if name not in self._known())
@@ -105,21 +108,21 @@ class Settings:
 
 
 def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) -> dict[str, Any]:
-    """Measure a checkpoint, or take up such a run; returns what is written to OUT/results.json.
+    """Evaluate a checkpoint, or resume an evaluation; return the content of OUT/results.json.
 
     Args:
         checkpoint: folder or hub id of any causal language model.
-        out: folder of the results.
+        out: folder for the results.
         settings: what to measure, and how.
-        lm: the model as lm-eval wants it, if it is in memory already.
+        lm: the model as an lm-eval object, if it is already in memory.
 
     Example:
         >>> settings = Settings(suites=("lm",), tasks=("piqa",), data_dir=Path("data"))
         >>> evaluate("runs/frac/final", Path("evals/frac"), settings)
     """
-    # All of it, so that loading it is not part of the first task's seconds.
+    # Import it now, so that the first task's time does not include it.
     require("lm_eval.evaluator", "eval", "frac eval")
-    # Its warnings are about how one would call it by itself.
+    # lm-eval's warnings are for its direct callers.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     plan = [
         (SUITES[name], unit) for name in settings.suites for unit in settings.units(SUITES[name])
@@ -128,7 +131,7 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
     with ExitStack() as stack:
         if settings.data_dir is not None:
             stack.enter_context(no_downloads())
-        # Before data are fetched for it.
+        # Check the model before downloading data.
         model, load = _model(checkpoint, out, settings, lm)
         where_data = {suite.name: _data_of(suite, settings, out) for suite, _ in plan}
         done = [
@@ -138,7 +141,7 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
         for index, (suite, unit) in enumerate(plan):
             where = f"[{index + 1}/{len(plan)}] {suite.name}/{unit.name}"
             if done[index]:
-                print(f"{where}: kept from before")
+                print(f"{where}: already measured")
                 continue
             lm = lm or load()
             conditions = _conditions(suite, unit, settings, where_data)
@@ -159,9 +162,9 @@ def evaluate(checkpoint: str, out: Path, settings: Settings, *, lm: Any = None) 
 def _available(
     plan: list[tuple[Suite, Unit]], settings: Settings
 ) -> tuple[list[tuple[Suite, Unit]], list[str]]:
-    """What of a plan has its local files, and the names of the tasks that have not.
+    """The part of a plan whose local files exist, and the names of the other tasks.
 
-    Such tasks are an error unless they are to be skipped; before anything is loaded.
+    Missing files are an error unless `skip_missing` is set; this runs before anything is loaded.
     """
     if settings.data_dir is None:
         return plan, []
@@ -180,11 +183,11 @@ def _available(
         for name, paths in lacking.items()
     ]
     if lines and not settings.skip_missing:
-        raise ValueError("; ".join([*lines, "or go without them by --skip-missing"]))
+        raise ValueError("; ".join([*lines, "or skip these tasks with --skip-missing"]))
     for line in lines:
         print(f"left out, {line}")
     if not kept:
-        raise ValueError(f"no task is left: --data-dir {settings.data_dir} has no file of them")
+        raise ValueError(f"no task is left: --data-dir {settings.data_dir} has none of their files")
     there = {(suite.name, unit.task.name) for suite, unit in kept}
     wanted = dict.fromkeys((suite.name, unit.task.name) for suite, unit in plan)
     return kept, [f"{suite}/{task}" for suite, task in wanted if (suite, task) not in there]
@@ -193,7 +196,9 @@ def _available(
 def _model(
     checkpoint: str, out: Path, settings: Settings, lm: Any
 ) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """What a result says of its model, and a function that loads it."""
+    """The description of a model for its results, and a function that loads it."""
+    if lm is not None and settings.quantize is not None:
+        raise ValueError("quantize is for a checkpoint that is loaded here; quantise lm before")
     if lm is not None and not Path(checkpoint).is_dir():
         return {"checkpoint": checkpoint, **identity_in_memory(lm)}, lambda: lm
     found = find_checkpoint(checkpoint, trust_remote_code=settings.trust_remote_code)
@@ -215,14 +220,15 @@ def _load(found: Found, tokenizer: Any, settings: Settings) -> Any:
         revision=found.options.get("revision", "main"),
         tokenizer=tokenizer,
         strict=True,
+        quantize=settings.quantize,
         batch_size=settings.batch_size,
         truncate=settings.truncate,
         trust_remote_code=settings.trust_remote_code,
     )
     if lm.world_size > 1:
         raise ValueError(
-            f"frac eval runs in one process, got {lm.world_size}; for several GPUs start it more "
-            "than once, with different --suite, --tasks or --lengths and the same --out"
+            f"frac eval runs in one process, got {lm.world_size}; for several GPUs, run it several "
+            "times, with different --suite, --tasks or --lengths and the same --out"
         )
     return lm
 
@@ -232,19 +238,19 @@ def _place(out: Path, suite: Suite, unit: Unit) -> Path:
 
 
 def _data_of(suite: Suite, settings: Settings, out: Path) -> Path | None:
-    """The folder of local files of a suite: as given, or else fetched, if it cannot do without."""
+    """The folder of a suite's local files: as given, or downloaded if the suite needs files."""
     if settings.data_dir is not None or not suite.reads_files:
         return settings.data_dir
     folder = out / "data"
     tasks = [unit.task for unit in settings.units(suite)]
     if missing_files(folder, suite, tasks):
-        print(f"fetching the data of {suite.name} to {folder / suite.name}", flush=True)
+        print(f"downloading the data of {suite.name} to {folder / suite.name}", flush=True)
         try:
             suite.prepare(folder)
         except ConnectionError as error:
             raise ValueError(
-                f"the data of suite {suite.name} cannot be fetched ({error}); give them by "
-                "--data-dir, which `frac eval prepare` writes on a machine with a network"
+                f"the data of suite {suite.name} cannot be downloaded ({error}); run `frac eval "
+                "prepare` on a machine with a network, and pass its files with --data-dir"
             ) from error
     return folder
 
@@ -252,7 +258,7 @@ def _data_of(suite: Suite, settings: Settings, out: Path) -> Path | None:
 def _conditions(
     suite: Suite, unit: Unit, settings: Settings, where_data: Mapping[str, Path | None]
 ) -> dict[str, Any]:
-    """All that a result depends on, beside the model."""
+    """Everything that a result depends on, except the model."""
     folder = where_data[suite.name]
     return {
         "data": "hub" if folder is None else fingerprints(suite.files(folder, unit.task)),
@@ -260,27 +266,28 @@ def _conditions(
         "max_length": (None if unit.length else settings.max_length) or suite.tokens(unit),
         "truncate": settings.truncate,
         "num_fewshot": suite.num_fewshot,
-        # Results of before this rule began some texts with a bos token in any case.
+        # Older results may start texts with a bos token that the tokenizer would not add.
         "texts_begin": "as the tokenizer begins them",
         "seed": settings.seed,
         "tokenizer": settings.tokenizer,
+        "quantize": settings.quantize,
     }
 
 
 def _kept(place: Path, conditions: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether a result is there; ValueError if it is of something else."""
+    """Whether a result exists; raises ValueError if it is for other conditions or models."""
     if not place.is_file():
         return False
     record = _read_record(place)
     now = {**conditions, **model}
     before = {**record["conditions"], **record["model"]}
-    # The same model may stand elsewhere by now.
+    # The same model may have moved.
     del now["checkpoint"]
     differ = [key for key in now if now[key] != before.get(key)]
     if differ:
         changes = ", ".join(f"{key} {before.get(key)} there and {now[key]} now" for key in differ)
         raise ValueError(
-            f"{place} has other conditions ({changes}): delete it, or choose another --out"
+            f"{place} was measured differently ({changes}): delete it, or choose another --out"
         )
     return True
 
@@ -289,7 +296,7 @@ def _read_record(place: Path) -> dict[str, Any]:
     try:
         return read_record(place, {**UNIT, "model": dict})
     except ValueError as error:
-        raise ValueError(f"{error}; delete it, and it is measured again") from error
+        raise ValueError(f"{error}; delete it to measure again") from error
 
 
 def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[str, Any]:
@@ -304,15 +311,15 @@ def _measure(where: str, request: Request, conditions: dict[str, Any]) -> dict[s
         results = dict((suite.measure or harness.measure)(request))
     except OverflowError as error:
         raise ValueError(
-            f"{suite.name}/{unit.name}: a perplexity is too large for a number ({error}), so the "
-            "weights are damaged or were never trained; `frac doctor CHECKPOINT` verifies them"
+            f"{suite.name}/{unit.name}: a perplexity overflows ({error}), so the weights are "
+            "damaged or were never trained; `frac doctor CHECKPOINT` verifies them"
         ) from error
-    # Cut by the suite's own rule, or at the beginning.
+    # Requests cut by the suite's own rule, or at their beginning.
     results["num_truncated"] = results.get("num_cut", 0) + lm.num_truncated
     results["tokens_read"] = results.get("tokens_read", lm.tokens_read)
     seconds = time.perf_counter() - start
     strange = [k for k, x in results.items() if isinstance(x, float) and not math.isfinite(x)]
-    # In the file they are null; which they are must not be lost.
+    # JSON stores NaN and inf as null, so record which values they are.
     results |= {"not_finite": strange} if strange else {}
     shown = ", ".join(f"{m.unit} {results[m.key] * m.scale:.4g}" for m in unit.task.metrics)
     cut = f", {results['num_truncated']:,} cut short" if results["num_truncated"] else ""
@@ -352,17 +359,17 @@ def _report(out: Path, checkpoint: str, left_out: list[str]) -> dict[str, Any]:
 
 
 def model_name(checkpoint: str) -> str:
-    """What a model is called in tables and as a folder of results.
+    """The name of a model in tables and of its result folder.
 
     Example: `model_name("runs/frac-130m/final") == "frac-130m"`
     """
     path = Path(checkpoint).resolve() if Path(checkpoint).is_dir() else Path(checkpoint)
-    # The folder of a run says more than the folder in it where `frac train` leaves its model.
+    # `frac train` saves its model in RUN/final, and the name of the run says more.
     return path.parent.name if path.name == "final" else path.name
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Names from a command line.
+    """Split a comma-separated list of names.
 
     Example: `names_of("piqa, boolq") == ("piqa", "boolq")`
     """
@@ -370,13 +377,13 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def suite_names(text: str) -> tuple[str, ...]:
-    """Names of suites from a command line; "all" stands for every one."""
+    """Split a comma-separated list of suites; "all" means every suite."""
     names = names_of(text)
     return tuple(SUITES) if names == ("all",) else names
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Numbers from a command line, where K stands for 1024.
+    """Split a comma-separated list of numbers, in which K means 1024.
 
     Example: `whole_numbers("--lengths", "512,4K") == (512, 4096)`
     """

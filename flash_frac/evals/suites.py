@@ -1,13 +1,13 @@
-"""What the paper measures, as data: suites of tasks, the number that counts, the paper's own rows.
+"""The paper's evaluations as data: suites of tasks, their metrics, and the paper's own rows.
 
-A suite is one table or figure of the paper. Each has a module of its own that defines `SUITE`:
+A suite is one table or figure of the paper. Each has a module that defines `SUITE`:
 
     SUITE = Suite(name="lm", title="LM Harness", tasks=(Task(name="piqa", metrics=(...)), ...))
 
-and an entry in `MODULES`, so that a suite is imported when it is asked for. Local files of a task
-are `DIR/<suite>/<task>.jsonl`, see `files`. What is measured at a time is a `Unit`: a task, or a
-task at one of the suite's lengths. Tasks of lm-evaluation-harness need nothing more; a suite that
-is measured in another way brings a function of a `Request`.
+and an entry in `MODULES`, so that a suite is imported on demand. Local files of a task are
+`DIR/<suite>/<task>.jsonl`, see `files`. A `Unit` is measured at a time: a task, or a task at one of
+the suite's lengths. Tasks of lm-evaluation-harness need nothing more; a suite that is measured in
+another way has a function of a `Request`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MODULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One number of a task, and the column of the paper's table in which it stands.
+    """One number of a task, and its column in the paper's table.
 
     Args:
-        key: its name among the results of the task, as lm-eval writes it ("acc_norm,none").
+        key: its name in the results of the task, as in lm-eval ("acc_norm,none").
         column: heading in the paper's table.
-        unit: what stands below the heading, such as "acc" or "ppl".
-        scale: the table shows this many times the number: 100 for shares, 1 for perplexities.
-        higher_is_better: which end is good.
-        averaged: whether it enters the column "Avg.".
+        unit: the text below the heading, such as "acc" or "ppl".
+        scale: factor for the table: 100 for fractions, 1 for perplexities.
+        higher_is_better: whether higher values are better.
+        averaged: whether it counts for the column "Avg.".
     """
 
     key: str
@@ -51,15 +51,15 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task, and what of it is reported.
+    """A task and the metrics to report.
 
     Args:
-        name: as users type it, and as its local files are called.
+        name: its name on the command line, and of its local files.
         metrics: the columns it fills.
-        splits: splits it needs; the first is the one that is scored, any other is for examples.
-        config: fields laid over lm-eval's configuration of the task.
-        folder: where lm-eval keeps it, below its tasks; all are searched by default, for seconds.
-        yaml: a configuration of our own, instead of lm-eval's of that name.
+        splits: splits it needs; the first is scored, the others provide few-shot examples.
+        config: fields that override lm-eval's configuration of the task.
+        folder: its folder among lm-eval's tasks; by default all are searched, which takes seconds.
+        yaml: our own configuration, instead of lm-eval's of that name.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Task:
     yaml: Path | None = None
 
     def files(self, folder: Path) -> dict[str, Path]:
-        """Local file of each split: <task>.jsonl for the scored one, <task>.<split>.jsonl else.
+        """Local file of each split: <task>.jsonl if it is scored, else <task>.<split>.jsonl.
 
         Example: `task.files(Path("data/lm"))["test"] == Path("data/lm/piqa.jsonl")`
         """
@@ -81,7 +81,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What is measured and kept at a time: a task, at one length if the suite has lengths."""
+    """The unit of measurement: a task, at one length if the suite has lengths."""
 
     task: Task
     length: int | None = None
@@ -94,15 +94,16 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """All that a measurement needs to know.
+    """The inputs of a measurement.
 
     Args:
-        lm: the model as lm-eval wants it; `lm.model`, `lm.tokenizer`, `lm.max_length`, `lm.device`.
-        suite: to which the task belongs.
+        lm: the model as an lm-eval object: `lm.model`, `lm.tokenizer`, `lm.max_length`,
+            `lm.device`.
+        suite: the suite of the task.
         unit: the task, and the length if there is one.
-        data_dir: root of the local files, or None for the datasets of the hub.
-        limit: only so many examples; all by default.
-        seed: of whatever is drawn.
+        data_dir: root of the local files, or None for hub datasets.
+        limit: use only the first N examples; all by default.
+        seed: random seed.
     """
 
     lm: Any
@@ -113,9 +114,9 @@ class Request:
     seed: int = 0
 
 
-# Measures one unit: numbers by key, "num_examples" among them, and whatever else is to be kept.
+# Measures one unit: returns numbers by key, including "num_examples", and other values to save.
 Measure = Callable[[Request], Mapping[str, Any]]
-# Writes the local files of a suite below a root, from the hub; returns what it has written.
+# Downloads the local files of a suite to a root folder; returns the new files.
 Prepare = Callable[[Path], list[Path]]
 
 
@@ -124,21 +125,21 @@ class Suite:
     """One table or figure of the paper.
 
     Args:
-        name: as users type it, and as the folder of its local files is called.
-        title: as the paper has it.
-        tasks: in the order of the columns.
-        max_length: tokens of context and answer that the model is given at most; more is an error
-            unless truncation is asked for. With `lengths` it is what comes on top of the length.
-        prepare: writes its local files from the hub.
-        lengths: at which each task is measured; none for tasks of a given length.
+        name: its name on the command line, and of the folder of its local files.
+        title: its title in the paper.
+        tasks: the tasks in the order of the columns.
+        max_length: maximum number of tokens of context and answer; more is an error unless
+            truncation is on. With `lengths`, it is added to the length.
+        prepare: downloads its local files from the hub.
+        lengths: lengths at which each task is measured; none for tasks of fixed length.
         num_fewshot: examples before each question.
-        paper: rows of the paper's table, a number for each column in order, the average last.
-        measure: how a unit is measured; through lm-eval by default.
-        local: the local files that a unit needs; <task>.jsonl by default.
-        reads_files: it knows local files alone; without a folder of them, `prepare` fetches them
+        paper: rows of the paper's table: one number per column in order, then the average.
+        measure: measures a unit; with lm-eval by default.
+        local: the local files that a task needs; <task>.jsonl by default.
+        reads_files: it reads local files only; without a folder of them, `prepare` downloads them
             to OUT/data.
-        own: makes a task of any other local file, DIR/<suite>/<name>.jsonl, from its name; such
-            tasks are measured when they are asked for.
+        own: makes a task from the name of any other local file, DIR/<suite>/<name>.jsonl; such
+            tasks are only measured on request.
     """
 
     name: str
@@ -159,12 +160,12 @@ class Suite:
         for row, numbers in self.paper.items():
             if len(numbers) != columns + 1:
                 raise ValueError(
-                    f"paper[{row!r}] must have {columns + 1} numbers, one for each column and the "
+                    f"paper[{row!r}] must have {columns + 1} numbers, one per column and the "
                     f"average, got {len(numbers)}"
                 )
 
     def with_tasks(self, names: Iterable[str]) -> Suite:
-        """The suite with its own tasks of these names behind the others; ValueError if it has none.
+        """The suite plus tasks for unknown names; raises ValueError if it does not accept any.
 
         Example: `SUITES["longppl"].with_tasks(["pg19", "rfc"]).tasks[-1].name == "rfc"`
         """
@@ -179,9 +180,9 @@ class Suite:
         return replace(self, tasks=(*self.tasks, *map(self.own, others)))
 
     def only(self, names: Iterable[str]) -> Suite:
-        """The suite with these of its tasks, and those columns of the paper's rows.
+        """The suite with only these tasks, and their columns of the paper's rows.
 
-        The paper's average is of all columns; it becomes NaN where one is gone.
+        The paper's average is over all columns; it becomes NaN if one is removed.
 
         Example: `SUITES["lm"].only(["piqa"]).tasks[0].name == "piqa"`
         """
@@ -197,7 +198,7 @@ class Suite:
         )
 
     def units(self, names: tuple[str, ...] = (), lengths: tuple[int, ...] = ()) -> tuple[Unit, ...]:
-        """The units to measure: all, or those of some tasks and lengths.
+        """The units to measure: all, or only those of these tasks and lengths.
 
         Example: `SUITES["niah"].units(lengths=(1024,))[0].name == "niah_single_1@1024"`
         """
@@ -215,12 +216,12 @@ class Suite:
         return list(task.files(data_dir / self.name).values())
 
     def tokens(self, unit: Unit) -> int:
-        """How many tokens the model is given at most for this unit."""
+        """Maximum number of tokens for this unit."""
         return self.max_length + (unit.length or 0)
 
 
 class _Suites(Mapping[str, Suite]):
-    """Suites by name, each imported when it is asked for."""
+    """Suites by name, each imported on demand."""
 
     def __getitem__(self, name: str) -> Suite:
         return importlib.import_module(MODULES[name]).SUITE
@@ -236,7 +237,7 @@ SUITES: Mapping[str, Suite] = _Suites()
 
 
 def check_suites(names: Sequence[str]) -> None:
-    """Raise unless these are names of suites, and there is one."""
+    """Raise ValueError unless there is at least one name and all are names of suites."""
     unknown = [name for name in names if name not in SUITES]
     if unknown or not names:
-        raise ValueError(f"suites must be of {', '.join(SUITES)}; got {unknown or 'none'}")
+        raise ValueError(f"suites must be among {', '.join(SUITES)}; got {unknown or 'none'}")

@@ -1,8 +1,8 @@
-"""Looking into the memory of a trained model.
+"""Inspect the memory of a trained model.
 
-`memory_statistics` gives a few numbers for each layer, cheap enough for a training log, and
-`layer_kernel` the kernel of a layer at its mean controls. `inspect_model` measures along a text
-what every head does with its memory; `write_report` makes a page, figures and a JSON file of it,
+`memory_statistics` returns a few numbers for each layer, cheap enough for a training log, and
+`layer_kernel` returns the kernel of a layer at its mean controls. `inspect_model` measures the
+memory of every head along a text, `write_report` turns that into a page, figures and a JSON file,
 and `inspect_checkpoint` does both for a saved model.
 """
 
@@ -57,7 +57,7 @@ _PARTS = ("statistics", "fits", "response", "records", "report", "write")
 
 
 def __getattr__(name: str) -> Any:
-    # Each part is loaded when it is first used: training needs the statistics and not the page.
+    # Import each part on first use: training needs the statistics but not the page.
     for part in (
         ("statistics", "fits", "response", "records", "report", "write") if name in __all__ else ()
     ):

@@ -1,6 +1,6 @@
-"""Layers that find tokens by content: how much of each earlier token a head's output holds.
+"""Memory of content-based layers: how much of each earlier token a head's output contains.
 
-The output of every mixer is linear in what its tokens write: head h has, at token t,
+The output of every mixer is linear in the values that tokens write. At token t, a head's output is
 
     y_t = Σ_s Γ[t, s] v_s
 
@@ -8,8 +8,8 @@ with Γ the weights of attention, or of the delta rule
 
     Γ[t, s] = q_t^T (Π_{r = s + 1}^{t} a_r (1 - beta_r k_r k_r^T)) beta_s k_s,
 
-which may be negative, so that |Γ| is taken. A row of Γ for each of some tokens t, spread evenly
-over the text, gives the same response as of a Frac layer: R(n), the mean of Γ[t, t - n].
+which may be negative, so |Γ| is used. Rows of Γ at some tokens t, spread evenly over the text, give
+the same response as for a Frac layer: R(n), the mean of Γ[t, t - n].
 Letters: B batch, T time, H heads, D channels, L lags, Q tokens t.
 """
 
@@ -28,22 +28,22 @@ from flash_frac.layers import DeltaMixer
 from flash_frac.models.attention import Attention
 from flash_frac.ops import delta_scan
 
-# Numbers of Γ in memory at a time.
+# Maximum number of elements of Γ in memory.
 _PIECE = 2**24
-# Distances at which `Distances.beyond` has a share, as far as the text goes.
+# Distances of `Distances.beyond`, up to the length of the text.
 BEYOND = (16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class ByDistance(NamedTuple):
-    """Γ by distance: sums (H, T) over tokens t that have one so far back, and how many (T,)."""
+    """Γ by distance: sums (H, T) over the tokens t with a token that far back, and counts (T,)."""
 
     sums: np.ndarray
     counts: np.ndarray
 
     def response(self, lags: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """R at the lags, (H, L), each a mean over the distances around it; pairs of tokens (L,).
+        """R at the lags, (H, L), each a mean over the distances around it; token pairs (L,).
 
-        A distance belongs to the nearest lag on a log axis, because single ones are noisy.
+        Distances are grouped by the nearest lag on a log axis, because single ones are noisy.
         """
         lags = np.asarray(lags)
         inner = np.ceil(np.sqrt(lags[1:-1] * lags[2:])).astype(int)
@@ -54,7 +54,7 @@ class ByDistance(NamedTuple):
         return sums / counts, counts.tolist()
 
     def distances(self) -> tuple[list[float], list[Distances]]:
-        """Edges of the bins, and distances of each head, and last of their mean."""
+        """Bin edges, and the distances of each head, followed by those of their mean."""
         every = np.concatenate([self.sums, self.sums.mean(0, keepdims=True)])
         num_tokens = every.shape[1]
         begins = [0, *(2**n for n in range(max(1, (num_tokens - 1).bit_length())))]
@@ -77,7 +77,7 @@ def attention_by_distance(
 ) -> ByDistance:
     """Γ of an attention layer, from the queries (B, H, T, D) and keys of a text.
 
-    Positions and temperature are in them; the window is the layer's.
+    They include positions and temperature; the window is the layer's.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     num_tokens, window = q.shape[2], attention.sliding_window or q.shape[2]
@@ -87,7 +87,7 @@ def attention_by_distance(
 
     def rows() -> Iterator[tuple[int, Tensor]]:
         for q_row, k_row in zip(q.to(wide), k.to(wide), strict=True):
-            # Heads of queries that share one of keys are neighbours.
+            # Query heads that share a key head are adjacent.
             groups = q_row.unflatten(0, (len(k_row), -1))
             for piece in pieces:
                 scores = groups[:, :, piece] @ k_row[:, None].mT * attention.scaling
@@ -102,8 +102,8 @@ def attention_by_distance(
 def delta_by_distance(mixer: DeltaMixer, x: Tensor, *, max_queries: int) -> ByDistance:
     """|Γ| of a delta layer, from its input (B, T, E).
 
-    With Q channels of values, a gradient of 1 for channel i at token t_i alone makes the gradient
-    of value s the number Γ[t_i, s]: one backward pass for Q rows.
+    With Q value channels, an output gradient of 1 in channel i only at token t_i makes Γ[t_i, s]
+    the gradient of value s: one backward pass gives Q rows.
     """
     parts = mixer.scan_inputs(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -115,7 +115,7 @@ def delta_by_distance(mixer: DeltaMixer, x: Tensor, *, max_queries: int) -> ByDi
     def rows() -> Iterator[tuple[int, Tensor]]:
         for row in range(len(x)):
             for piece in pieces:
-                # No token after the last of them is in any of their rows.
+                # Tokens after the last position are in none of the rows.
                 q, k, beta, log_decay = (x[row : row + 1, : piece[-1] + 1] for x in wide)
                 v = q.new_zeros(*q.shape[:3], len(piece), requires_grad=True)
                 with torch.enable_grad():
@@ -135,7 +135,7 @@ def _positions(num_tokens: int, max_queries: int) -> list[int]:
 
 
 def _pieces(positions: list[int], size: int) -> list[list[int]]:
-    """Positions in pieces, of which each has `size` numbers of Γ."""
+    """Split positions into pieces of bounded size; each position has `size` elements of Γ."""
     step = min(64, max(1, _PIECE // size))
     return [positions[i : i + step] for i in range(0, len(positions), step)]
 
@@ -147,7 +147,7 @@ def _by_distance(
     positions: list[int],
     num_tokens: int,
 ) -> ByDistance:
-    """Sums over rows of Γ, each (H, T) of a token t, up to t itself."""
+    """Sums over rows of Γ; each row (H, T) belongs to a token t and counts up to t itself."""
     sums = None
     for t, weights in rows:
         if sums is None:

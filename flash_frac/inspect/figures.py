@@ -23,9 +23,9 @@ from flash_frac.extras import require
 from flash_frac.inspect.fits import Fit
 from flash_frac.inspect.records import LayerReport, MemoryReport
 
-# From nothing to much, as on the page.
+# Colour scale from low to high, as on the page.
 SHADES = ("#f4f7f7", "#6fc0c5", "#00707c", "#00323a")
-# What lies further below the largest response is not drawn.
+# Responses below this fraction of the largest one are not drawn.
 DEEPEST = 1e-9
 # Colour and mark of each type of layer, by its name in figures.
 TYPES = {
@@ -38,10 +38,10 @@ QUANTITIES = {"half_life": "half-life, tokens", "beta": "beta"}
 
 
 def draw_layer(path: Target, report: MemoryReport, layer: int) -> None:
-    """Responses of all heads of a layer with the laws of their mean, and how it makes them.
+    """Responses of all heads of a layer with the laws fitted to their mean, and their mechanism.
 
-    That is the use of modes of a Frac layer, gates of a delta layer, and weight by distance of
-    attention. The layer is report.layers[layer].
+    The mechanism is the use of modes in a Frac layer, gates in a delta layer, and weight by
+    distance in attention. The layer is report.layers[layer].
 
     Example: `draw_layer("layer_00.svg", report, 0)`
     """
@@ -62,7 +62,7 @@ def draw_responses(path: Target, report: MemoryReport) -> None:
     Example: `draw_responses("responses.svg", report)`
     """
     lags = np.array(report.lags, float)
-    # Lags between those measured count with the nearest one below.
+    # Lags between measured ones count with the next lower one.
     widths = np.diff([*lags, lags[-1] + 1])
     with figure_at(path, (7.2, 4.0), [1]) as (_, axes):
         named = set()
@@ -91,7 +91,7 @@ def draw_responses(path: Target, report: MemoryReport) -> None:
 
 
 def _name_layer(axes: Any, lags: np.ndarray, shares: np.ndarray, number: int, colour: str) -> None:
-    """The number of a layer at the end of its line."""
+    """Write the number of a layer at the end of its line."""
     shown = np.flatnonzero(shares > DEEPEST)
     if len(shown):
         at = (lags[shown[-1]], shares[shown[-1]])
@@ -143,15 +143,50 @@ def draw_horizon(path: Target, report: MemoryReport) -> None:
         for kind in present if mixed else ():
             name, _, mark = TYPES[kind]
             axes[0].plot([], [], mark, color=GREY, ms=4, label=name)
-        # Layers of several types leave no corner free.
+        # With several types of layers, no corner is free.
         beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if mixed else {}
         axes[0].legend(frameon=False, **beside)
+
+
+def draw_before_after(path: Target, before: MemoryReport, after: MemoryReport) -> None:
+    """Responses of layers and medians of Δ, α and λ by layer, for two models in the same panels.
+
+    Example: `draw_before_after("before_after.svg", untrained, trained)`
+    """
+    frac = [n for n, layer in enumerate(after.layers) if layer.type == "frac"]
+    controls = {"delta": "Δ", "alpha": "α", "lambda": "λ"} if frac else {}
+    middle = len(after.quantiles) // 2
+    with figure_at(path, (4.4 + 2.5 * len(controls), 3.6), [1.7] + [1] * len(controls)) as drawn:
+        axes = drawn[1]
+        lags = np.array(after.lags[1:], float)
+        for report, colour, style, label in (
+            (before, GREY, "--", f"before: {before.name}"),
+            (after, OURS, "-", f"after: {after.name}"),
+        ):
+            for n, layer in enumerate(report.layers):
+                response = np.array(layer.response[1:])
+                shown = np.where(response > DEEPEST * response.max(), response, np.nan)
+                axes[0].plot(lags, shown, style, color=colour, lw=1.3, label=None if n else label)
+                if report is after:
+                    _name_layer(axes[0], lags, response, layer.number, colour)
+            for panel, name in zip(axes[1:], controls, strict=True):
+                medians = [report.layers[n].distributions[name].quantiles[middle] for n in frac]
+                numbers = [report.layers[n].number for n in frac]
+                panel.plot(numbers, medians, "o" + style, color=colour, ms=4)
+        axes[0].set_xscale("log")
+        axes[0].set_yscale("log")
+        axes[0].set(xlabel="lag, tokens", ylabel="response", title="Memory of layers")
+        axes[0].legend(frameon=False, loc="lower left")
+        for panel, symbol in zip(axes[1:], controls.values(), strict=True):
+            panel.set(xlabel="layer", title=f"Median {symbol}")
+            panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _modes(figure: Any, panels: Sequence[Any], seen: LayerReport) -> None:
     for panel, name in zip(panels, ("read", "write"), strict=True):
         shares = np.array([getattr(head, f"{name}_share") for head in seen.heads])
-        modes = f"mode, tau {seen.tau[0]:,.3g} to {seen.tau[-1]:,.0f} tokens"
+        tau = [value for head in seen.heads for value in head.tau or ()]
+        modes = f"mode, tau {min(tau):,.3g} to {max(tau):,.0f} tokens"
         _heat(figure, panel, shares, modes, "head", log=True)
         panel.set_title(f"Share of {name} by mode")
 
@@ -171,7 +206,7 @@ def _gates(panels: Sequence[Any], seen: LayerReport) -> None:
 
 
 def _distances(figure: Any, panels: Sequence[Any], seen: LayerReport) -> None:
-    """Shares of the weight by distance, of the layer and of each head."""
+    """Shares of the weight by distance, for the layer and for each head."""
     assert seen.distances is not None
     edges, distances = seen.edges["distance"], seen.distances
     names = [short(int(edge)) for edge in edges[:-1]]
@@ -217,7 +252,7 @@ def _law(fit: Fit) -> str:
     if fit.kind == "power":
         return f"power law, exponent {fit.exponent:.2f}"
     if fit.timescale is None:
-        return "exponential, which does not fall"
+        return "exponential, not decaying"
     return f"exponential, {fit.timescale:.3g} tokens"
 
 
@@ -232,12 +267,12 @@ def _heat(
     rows: Sequence[int] | None = None,
     columns: Sequence[str] | None = None,
 ) -> None:
-    """Values as shades; rows and columns have their own names, or count from 0."""
+    """Draw a heat map; rows and columns have the given names, or are numbered from 0."""
     colours = require("matplotlib.colors", "plot", "the figures of a report")
     shades = colours.LinearSegmentedColormap.from_list("shades", SHADES)
     norm = None
     if log and values.max() > 0:
-        # Below that, colours cannot be told apart.
+        # Below that, colours are indistinguishable.
         low = max(values.min(), 1e-5 * values.max())
         values, norm = np.maximum(values, low), colours.LogNorm(low, max(values.max(), 1.01 * low))
     mesh = axes.pcolormesh(values, cmap=shades, norm=norm, edgecolors="white", linewidth=0.3)

@@ -1,8 +1,8 @@
-"""Which law a response follows: a power law a n^-b or an exponential a exp(-n / c).
+"""Fit a power law a n^-b and an exponential a exp(-n / c) to a response.
 
-Both are straight lines, of log R over log n and of log R over n, and are fitted as such by least
-squares at the lags where R is above 2^-24 of its largest value: less is lost when float32 adds it
-up. With lags evenly spaced on a log axis, every decade counts the same.
+Both are straight lines, of log R over log n and over n, fitted by least squares at the lags where R
+is above 2^-24 of its largest value: float32 sums lose anything smaller. With lags evenly spaced on
+a log axis, every decade counts the same.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Of the largest response: what is smaller is lost when float32 adds it up, and has no law.
+# Fraction of the largest response; float32 sums lose anything smaller, so it is not fitted.
 FLOOR = 2.0**-24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """The longest range of lags with a law of its own, fitted to it alone and within the factor.
+    """The longest range of lags for which a law fitted to that range alone is within the factor.
 
     Attributes:
         first, last: its ends; decades: log10(last / first).
-        amplitude, exponent: of that law, as in `Fit`.
+        amplitude, exponent: parameters of that law, as in `Fit`.
     """
 
     first: int
@@ -39,13 +39,13 @@ class Fit:
         kind: "power" or "exponential".
         amplitude: a.
         exponent: b of a power law, or the rate 1 / c of an exponential; negative if R grows.
-        timescale: c in tokens, of an exponential that falls; None otherwise.
-        rms_log: root of the mean square of log(R / fit) over lags.
-        first, last: the longest range of lags, by last / first, in which R and the law are nowhere
-            apart by more than the factor asked for; both None if there is none.
+        timescale: c in tokens, of a decaying exponential; None otherwise.
+        rms_log: root mean square of log(R / fit) over lags.
+        first, last: the longest range of lags, by last / first, in which R and the law always agree
+            within the given factor; both None if there is none.
         decades: log10(last / first); 0 if there is none.
-        stretch: where the same kind of law, fitted to it alone, reaches farthest; it says more than
-            the range above when a law holds over some lags only. None if no three lags have one.
+        stretch: the longest range that the same kind of law fits on its own, which is more telling
+            than the range above if a law holds only over some lags. None if it fits no three lags.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Fit:
 
 
 def fit_power_law(lags: np.ndarray, response: np.ndarray, *, factor: float = 1.25) -> Fit | None:
-    """The best a n^-b, from lags (L,) of 1 or more and R (L,); None if fewer than 3 count.
+    """The best a n^-b, from lags (L,) of 1 or more and R (L,); None with fewer than 3 usable lags.
 
     Example: `fit_power_law(lags, 2.0 * lags**-0.5).exponent` is 0.5.
     """
@@ -74,7 +74,7 @@ def fit_power_law(lags: np.ndarray, response: np.ndarray, *, factor: float = 1.2
 
 
 def fit_exponential(lags: np.ndarray, response: np.ndarray, *, factor: float = 1.25) -> Fit | None:
-    """The best a exp(-n / c), from lags (L,) of 1 or more and R (L,); None if fewer than 3 count.
+    """The best a exp(-n / c); arguments and result as in `fit_power_law`.
 
     Example: `fit_exponential(lags, np.exp(-lags / 30)).timescale` is 30.
     """
@@ -92,8 +92,8 @@ def _fit(kind: str, lags: np.ndarray, response: np.ndarray, factor: float) -> Fi
     lags, response = np.asarray(lags, np.float64), np.asarray(response, np.float64)
     if lags.shape != response.shape or lags.ndim != 1 or not (lags >= 1).all():
         raise ValueError(
-            f"lags must be one list of numbers of 1 or more, as long as response, got shapes "
-            f"{lags.shape} and {response.shape}; leave lag 0 out"
+            f"lags must be a list of numbers of 1 or more, as long as response, got shapes "
+            f"{lags.shape} and {response.shape}; omit lag 0"
         )
     if not factor > 1:
         raise ValueError(f"factor must be above 1, such as 1.25, got {factor}")
@@ -122,12 +122,12 @@ def _fit(kind: str, lags: np.ndarray, response: np.ndarray, factor: float) -> Fi
 
 
 def _stretch(lags: np.ndarray, x: np.ndarray, y: np.ndarray, most: float) -> Stretch | None:
-    """Of all ranges of three lags and more whose own line misses by at most `most`, the longest."""
+    """The longest range of three or more lags whose own line has errors of at most `most`."""
     best = None
     for start in range(len(x) - 2):
         if best and lags[-1] / lags[start] <= best.last / best.first:
             break
-        # Lines through the points from here to each later one, all at once; centred to keep digits.
+        # Fit lines from here to each later point at once; centred for precision.
         dx, dy = x[start:] - x[start], y[start:] - y[start]
         count = np.arange(1, len(dx) + 1)
         mean_x, mean_y = np.cumsum(dx) / count, np.cumsum(dy) / count
@@ -152,7 +152,7 @@ def _stretch(lags: np.ndarray, x: np.ndarray, y: np.ndarray, most: float) -> Str
 
 
 def _longest(lags: np.ndarray, inside: np.ndarray) -> tuple[int | None, int | None]:
-    """Ends of the run of lags that are inside and have the largest last / first."""
+    """Ends of the run of lags inside the factor with the largest last / first."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], inside.astype(int), [0]])))
     runs = [(lags[start], lags[stop - 1]) for start, stop in edges.reshape(-1, 2)]
     if not runs:

@@ -1,8 +1,8 @@
-"""What a report holds: numbers about every head, layer and model.
+"""The records of a report: numbers about every head, layer and model.
 
     MemoryReport -> LayerReport -> HeadReport -> Distribution, Distances, Fit (Stretch), Horizon
 
-`MemoryReport.as_dict()` is what `report.json` holds: the attributes below by their names.
+`report.json` contains `MemoryReport.as_dict()`: the attributes below by name.
 Letters: H heads, M modes, L lags.
 """
 
@@ -22,11 +22,11 @@ NUM_BINS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Of one quantity of a head over tokens (and modes): quantiles, and a histogram in log bins.
+    """Quantiles and log-binned histogram of one quantity of a head over tokens (and modes).
 
     Attributes:
         quantiles: at 5, 25, 50, 75 and 95%.
-        counts: (40,) how many lie in each bin; the edges are the layer's, in `LayerReport.edges`.
+        counts: (40,) number of values in each bin; the edges are in `LayerReport.edges`.
     """
 
     quantiles: list[float]
@@ -38,8 +38,8 @@ class Distances:
     """How far attention looks: its weight by distance, as a mean over queries.
 
     Attributes:
-        shares: of the weight in each bin; the edges are `LayerReport.edges["distance"]`, 0, 1, 2, 4
-            and so on, and the shares sum to 1.
+        shares: share of the weight in each bin, with sum 1; the edges, 0, 1, 2, 4 and so on, are
+            `LayerReport.edges["distance"]`.
         median, mean: distances in tokens, by weight; the weight of distance n is spread over
             [n, n + 1) for the median.
         beyond: the share of the weight at this distance or farther, by distance.
@@ -56,19 +56,20 @@ class HeadReport:
     """The memory of one head.
 
     Attributes:
-        distributions: of a Frac head "delta", "alpha", "lambda" over tokens, and "timescale", that
-            is tau_m / (Δ λ^(1/α)) in tokens, over tokens and modes; of a delta head "half_life",
-            log 2 / -log_decay in tokens, and "beta"; none of attention.
+        distributions: for a Frac head "delta", "alpha", "lambda" over tokens, and "timescale",
+            tau_m / (Δ λ^(1/α)) in tokens, over tokens and modes; for a delta head "half_life",
+            log 2 / -log_decay in tokens, and "beta"; none for attention.
         response: (L,) R(n) at the report's lags, lag 0 first.
-        power, exponential: the best of each law over lags of 1 and more, or None.
-        better: the kind of the one that is closer, or None.
+        power, exponential: the best fit of each law over lags of 1 and more, or None.
+        better: the kind of the closer fit, or None.
         horizon: how far the response reaches.
-        read, write: (M,) mean weight of each mode; write has the factor 1 - ρ in it.
+        tau: (M,) timescales of its bank, in tokens.
+        read, write: (M,) mean weight of each mode; write includes the factor β.
         read_share, write_share: (M,) the same, as shares of their sum.
-        clamped_fast, clamped_slow: of all (token, mode), the share with ρ on its lower bound
-            rho_eps, and on its upper bound 1 - rho_eps.
-        distances: of attention.
-    The last seven are None of heads that have no such thing.
+        clamped_fast, clamped_slow: share of all (token, mode) with ρ at its lower bound rho_eps,
+            and at its upper bound 1 - rho_eps.
+        distances: how far attention looks.
+    The last eight are None where they do not apply.
     """
 
     distributions: dict[str, Distribution]
@@ -77,6 +78,7 @@ class HeadReport:
     exponential: Fit | None
     better: str | None
     horizon: Horizon
+    tau: list[float] | None = None
     read: list[float] | None = None
     write: list[float] | None = None
     read_share: list[float] | None = None
@@ -88,18 +90,19 @@ class HeadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """The memory of one layer: its heads, and the same of the mean of their responses.
+    """The memory of one layer: its heads, and the same numbers for their mean response.
 
     Attributes:
-        number: its position in the model, from 0; layers of all types count.
+        number: its index among all layers of the model, from 0.
         type: "frac", "delta", "attention" or "sliding_attention".
-        sources: (L,) over how many pairs of tokens each R(n) is a mean.
-        tau: (M,) timescales of the bank, in tokens; empty if it has none.
+        sources: (L,) number of token pairs in the mean R(n).
+        tau: (M,) timescales of the bank, in tokens; the geometric mean over heads if each has its
+            own bank; empty without a bank.
         edges: (41,) edges of the log bins of each distribution, by name.
         distributions: as in `HeadReport`, over all heads.
         response, power, exponential, better, horizon: as in `HeadReport`, of the mean response.
         clamped_fast, clamped_slow: means over heads.
-        distances: of the mean over heads.
+        distances: for the mean over heads.
         heads: one report each.
     """
 
@@ -125,11 +128,11 @@ class MemoryReport:
     """The memory of a model on a text.
 
     Attributes:
-        name: of the model; text: of what it read.
+        name: name of the model; text: name of the text.
         num_rows, num_tokens: B and T of the text.
-        num_parameters: of the model.
+        num_parameters: parameters of the model.
         lags: (L,) n in tokens, lag 0 first.
-        factor: within which a law must be to hold at a lag.
+        factor: a law holds at a lag if it is within this factor of the response.
         quantiles: the levels of the quantiles, ascending.
         layers: one report each.
     """
@@ -145,7 +148,7 @@ class MemoryReport:
     layers: list[LayerReport]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as dictionaries, lists, numbers and text, to 6 digits: `report.json`.
+        """Everything as dictionaries, lists, 6-digit numbers and text, for `report.json`.
 
         Example: `report.as_dict()["layers"][0]["heads"][3]["power"]["exponent"]`
         """
@@ -155,7 +158,7 @@ class MemoryReport:
 def distributions(
     logs: dict[str, np.ndarray],
 ) -> tuple[dict[str, list[float]], dict[str, list[Distribution]]]:
-    """By name, edges of the log bins, and distributions: of each head, and last of all together.
+    """By name: edges of the log bins, and the distributions of each head, then of all together.
 
     Args:
         logs: by name, logarithms of a quantity (tokens, H).
@@ -163,10 +166,10 @@ def distributions(
     edges, found = {}, {}
     for name, values in logs.items():
         low, high = float(values.min()), float(values.max())
-        # A quantity that never changes still gets bins of some width, with it in the middle.
+        # A constant quantity still gets bins of some width, centred on it.
         margin = max(0.0, 0.05 - (high - low) / 2)
         bounds = np.linspace(low - margin, high + margin, NUM_BINS + 1)
-        # Rounding must not leave the ends out.
+        # Rounding must not exclude the ends.
         bounds[0], bounds[-1] = bounds[0] - 1e-9, bounds[-1] + 1e-9
         edges[name] = np.exp(bounds).tolist()
         found[name] = [
@@ -180,7 +183,7 @@ def distributions(
 
 
 def _plain(value: Any) -> Any:
-    """The same with numbers to 6 digits, and named tuples as dictionaries."""
+    """Round numbers to 6 digits, and turn named tuples into dictionaries."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -1,6 +1,6 @@
-"""What every head of a model does with its memory along a text, as numbers.
+"""Measure the memory of every head of a model along a text.
 
-Frac layers are measured here, those that find tokens by content in `content.py`.
+Frac layers are measured here, content-based layers (attention, delta) in `content.py`.
 Letters: B batch, T time, E width, H heads, M modes, L lags.
 """
 
@@ -32,7 +32,7 @@ from flash_frac.layers import DeltaMixer, FracMixer
 from flash_frac.models.attention import Attention
 from flash_frac.ops import Controls, Dynamics, mode_log_decay
 
-# Decays slower than this are taken as this, so that half-lives are finite.
+# Slower decays are clamped to this, so that half-lives are finite.
 _SLOWEST = 1e-12
 
 
@@ -49,18 +49,18 @@ def inspect_model(
 ) -> MemoryReport:
     """Measure the memory of every layer and head, from one forward pass without gradients.
 
-    Only one layer's controls, 3 B T H M numbers, or some rows of attention weights are in memory at
-    a time beyond the pass itself.
+    Besides the pass itself, only one layer's controls, 3 B T H M numbers, or some rows of attention
+    weights are in memory at a time.
 
     Args:
-        model: a Frac model; of one that is wrapped, the model inside.
-        input_ids: (B, T) tokens without padding; T bounds the lags that can be measured.
-        name: of the model, for the report; by default the end of the path or id it came from.
-        text: name of the text, for the report.
+        model: an unwrapped Frac model.
+        input_ids: (B, T) tokens without padding; T limits the lags that can be measured.
+        name: name of the model in the report; by default the end of its path or id.
+        text: name of the text in the report.
         factor: a law holds at a lag if it is within this factor of the response.
-        num_lags: lags at which responses are measured, about.
-        max_sources: source tokens of each row and lag, at most, in Frac layers.
-        max_queries: tokens of each row whose weights are computed, at most, in attention and delta
+        num_lags: approximate number of lags at which responses are measured.
+        max_sources: maximum source tokens per row and lag, in Frac layers.
+        max_queries: maximum tokens per row whose weights are computed, in attention and delta
             layers.
 
     Example:
@@ -75,8 +75,8 @@ def inspect_model(
     num_tokens = input_ids.shape[1]
     if num_tokens < 16:
         raise ValueError(
-            f"input_ids must have at least 16 tokens a row, got {num_tokens}; use a text "
-            "of some thousand tokens, because lags end where it does"
+            f"input_ids must have at least 16 tokens per row, got {num_tokens}; use a text "
+            "of a few thousand tokens, because its length limits the lags"
         )
     lags = log_spaced_lags(num_tokens, num_lags=num_lags)
     layers: list[LayerReport] = []
@@ -121,12 +121,14 @@ def _frac_layer(
     log_tau = mixer.base_log_tau.detach().double()
     edges, found = distributions(_logs_of_controls(dyn, log_tau))
     fast, slow = _clamped(mixer, dyn)
-    # One pass over each in its own dtype, with float64 sums: a copy would double the memory.
+    # Sum in float64 over the original dtype: a float64 copy would need more memory.
     read, write = (x.mean((0, 1), dtype=torch.float64).cpu().numpy() for x in controls[:2])
+    tau = log_tau.expand(mixer.num_heads, -1).exp().tolist()
     heads = [
         HeadReport(
             distributions={name: each[h] for name, each in found.items()},
             **_laws(lags, response[h], factor),
+            tau=tau[h],
             read=read[h].tolist(),
             write=write[h].tolist(),
             read_share=_shares(read[h]),
@@ -137,7 +139,7 @@ def _frac_layer(
         for h in range(len(response))
     ]
     return {
-        "tau": log_tau.exp().tolist(),
+        "tau": log_tau.view(-1, mixer.num_modes).mean(0).exp().tolist(),
         "edges": edges,
         "distributions": {name: each[-1] for name, each in found.items()},
         **_laws(lags, response.mean(0), factor),
@@ -171,7 +173,7 @@ def _content_layer(
 def _attention_layer(
     attention: Attention, x: Tensor, inputs: dict[str, Any], max_queries: int
 ) -> tuple[ByDistance, dict[str, Any]]:
-    """What its heads hold of tokens by distance, and the parts of reports that only it has."""
+    """Γ of its heads by distance, and the report fields that only attention has."""
     q, k, _ = attention.project(
         x, inputs.get("position_embeddings"), query_scale=inputs.get("query_scale")
     )
@@ -185,7 +187,7 @@ def _attention_layer(
 def _delta_layer(
     mixer: DeltaMixer, x: Tensor, max_queries: int
 ) -> tuple[ByDistance, dict[str, Any]]:
-    """As of attention; instead of distances, the distributions of its gates."""
+    """Like `_attention_layer`, with the distributions of its gates instead of distances."""
     weights = delta_by_distance(mixer, x, max_queries=max_queries)
     gates = mixer.scan_inputs(x)
     rate = (-gates.log_decay.double()).clamp_min(_SLOWEST)
@@ -201,7 +203,7 @@ def _delta_layer(
 
 
 def _laws(lags: np.ndarray, response: np.ndarray, factor: float) -> dict[str, Any]:
-    """The part of a report that follows from a response (L,), lag 0 first."""
+    """The report fields computed from a response (L,), lag 0 first."""
     power = fit_power_law(lags[1:], response[1:], factor=factor)
     exponential = fit_exponential(lags[1:], response[1:], factor=factor)
     return {
@@ -225,7 +227,7 @@ def _logs_of_controls(dyn: Dynamics, log_tau: Tensor) -> dict[str, np.ndarray]:
 
 
 def _clamped(mixer: FracMixer, dyn: Dynamics) -> tuple[np.ndarray, np.ndarray]:
-    """Shares (H,) of (token, mode) on the lower and on the upper bound of ρ."""
+    """Shares (H,) of (token, mode) at the lower and at the upper bound of ρ."""
     eps = mixer.settings.rho_eps
     if not eps:
         return np.zeros(mixer.num_heads), np.zeros(mixer.num_heads)

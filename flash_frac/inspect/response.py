@@ -1,11 +1,11 @@
 """The impulse response of a layer's memory, measured along a text, and how far it reaches.
 
-What a head keeps of token k at token k + n is Γ[k + n, k] u_k, with
+At token k + n, a head keeps Γ[k + n, k] u_k of token k, with
 
     Γ[k + n, k] = Σ_m read_{k+n,m} exp(Σ_{s=k+1}^{k+n} log_decay_{s,m}) write_{k,m}
 
 and its response at lag n is R(n), the mean of Γ[k + n, k] over source tokens k. Unlike the kernel
-at mean controls, R holds all that tokens do to reads, writes and decays.
+at mean controls, R includes all effects of tokens on reads, writes and decays.
 Letters: B batch, T time, H heads, M modes, L lags.
 """
 
@@ -18,19 +18,19 @@ import torch
 
 from flash_frac.ops import Controls
 
-# Logs stay finite where a response has died out.
+# Keeps logs finite where a response has died out.
 _NOTHING = 1e-300
-# Source tokens at a time, few enough for the cache of a processor.
+# Source tokens per step, few enough for the CPU cache.
 _BLOCK = 256
 
 
 class Horizon(NamedTuple):
-    """Reach of a response in tokens: the lags that half and 90% of Σ |R(n)| lie below.
+    """Reach of a response in tokens: the lags below which half and 90% of Σ |R(n)| lie.
 
-    The weight of lag n is spread over [n, n + 1), so that lags between integers have a meaning, and
-    a response that is all at lag 0 has a half of 0.5. `mean` is Σ n |R(n)| / Σ |R(n)|. `last_half`
-    is the share of the sum that lies in the farther half of all lags: where it is not small, a
-    longer text would give a longer horizon.
+    The weight of lag n is spread over [n, n + 1), so fractional lags are defined, and a response
+    only at lag 0 has a half of 0.5. `mean` is Σ n |R(n)| / Σ |R(n)|. `last_half` is the share of
+    the sum in the farther half of all lags: if it is not small, a longer text would give a longer
+    horizon.
     """
 
     half: float
@@ -40,10 +40,10 @@ class Horizon(NamedTuple):
 
 
 def log_spaced_lags(num_tokens: int, *, num_lags: int = 64, min_sources: int = 32) -> np.ndarray:
-    """Lag 0 and about `num_lags` integers, evenly spaced on a log axis where they can be.
+    """Lag 0 and about `num_lags` integers, evenly spaced on a log axis where possible.
 
-    The largest is the last that `min_sources` tokens of a text have a successor at, or half the
-    text if that is shorter.
+    The largest is the last lag with `min_sources` source tokens in a text, or half the length of a
+    short text.
 
     Example: `log_spaced_lags(4096)` goes from 0, 1, 2, 3 to 4064.
     """
@@ -53,7 +53,7 @@ def log_spaced_lags(num_tokens: int, *, num_lags: int = 64, min_sources: int = 3
         raise ValueError(f"num_lags must be at least 4, got {num_lags}")
     last = num_tokens - min(min_sources, num_tokens // 2)
     lags = np.arange(1, 2)
-    # Small lags fall onto the same integers, so more are asked for until enough are left.
+    # Small lags round to the same integers, so request more until enough are left.
     for wanted in range(num_lags, 3 * num_lags):
         lags = np.unique(np.geomspace(1, last, wanted).round().astype(np.int64))
         if len(lags) >= min(num_lags, last):
@@ -62,7 +62,7 @@ def log_spaced_lags(num_tokens: int, *, num_lags: int = 64, min_sources: int = 3
 
 
 def source_positions(num_tokens: int, lag: int, max_sources: int) -> np.ndarray:
-    """The tokens k over which R(lag) is a mean: all with k + lag < T, or that many spread evenly.
+    """Source tokens k of the mean R(lag): all with k + lag < T, or `max_sources` spread evenly.
 
     Example: `source_positions(100, 40, 3)` is [0, 30, 59].
     """
@@ -79,29 +79,29 @@ def impulse_response(
     """R(n) of each head, (H, L) float64.
 
     Args:
-        controls: read, write and log_decay, (B, T, H, M) each; sums are made in float64.
+        controls: read, write and log_decay, (B, T, H, M) each; sums are in float64.
         lags: (L,) integers in [0, T).
-        max_sources: source tokens of each row and lag over which the mean is taken, at most; it
-            bounds the work to B L max_sources H M exponentials.
+        max_sources: maximum source tokens per row and lag in the mean; it limits the work to
+            B L max_sources H M exponentials.
 
     Example: `impulse_response(mixer.controls(inner_x, u), log_spaced_lags(u.shape[1]))`
     """
     num_rows, num_tokens, num_heads, _ = controls.read.shape
     lags = np.asarray(lags)
     if lags.ndim != 1 or not ((lags >= 0) & (lags < num_tokens)).all():
-        raise ValueError(f"lags must be integers in [0, {num_tokens}), the tokens, got {lags}")
+        raise ValueError(f"lags must be integers in [0, T = {num_tokens}), got {lags}")
     if max_sources < 1:
         raise ValueError(f"max_sources must be at least 1, got {max_sources}")
     response = np.zeros((num_heads, len(lags)))
-    # Row by row, which bounds the memory. In numpy, because these are many small steps, which
-    # torch's threads would spend waiting for each other.
+    # Row by row, to limit memory. In numpy, because in many small steps torch's threads would
+    # mostly wait for each other.
     for row in range(num_rows):
         one_read, one_write, decay = (x[row].double().cpu().numpy() for x in controls)
         total = np.cumsum(decay, 0)
         for i, lag in enumerate(lags.tolist()):
             sources = source_positions(num_tokens, lag, max_sources)
             for k in np.array_split(sources, -(-len(sources) // _BLOCK)):
-                # A difference of sums, and never a ratio of exponentials, which would overflow.
+                # A difference of sums, because a ratio of exponentials would overflow.
                 kept = total[k + lag] - total[k]
                 np.exp(kept, out=kept)
                 kept *= one_write[k]
@@ -110,26 +110,41 @@ def impulse_response(
     return response
 
 
-def horizon(lags: np.ndarray, response: np.ndarray) -> Horizon:
-    """How far a response (L,) at lags 0, 1, ... (L,) reaches, within the largest of them.
+def cumulative_weight(lags: np.ndarray, response: np.ndarray) -> np.ndarray:
+    """The share of Σ |R(n)| over n < N, for N = 0, 1, ... to one beyond the largest lag.
 
-    Between the lags, |R| is taken as a power law, which gives it at every integer; the sums are
-    over all of these.
+    Zeros for a zero response. Between the lags (L,), which start with 0 and 1, |R| is interpolated
+    as a power law at every integer; the sums are over all integers.
 
-    Example: `horizon(np.arange(5000), 0.99 ** np.arange(5000.0)).half` is 68.97.
+    Example: `cumulative_weight(lags, response)[17]` is the share of the lags up to 16.
     """
+    below = np.concatenate([[0.0], np.cumsum(_every_weight(lags, response))])
+    return below / (below[-1] or 1.0)
+
+
+def _every_weight(lags: np.ndarray, response: np.ndarray) -> np.ndarray:
+    """|R| at every integer up to the largest lag."""
     lags, weight = np.asarray(lags), np.abs(response)
     if len(lags) < 2 or lags[0] != 0 or lags[1] != 1 or not (np.diff(lags) > 0).all():
         raise ValueError(f"lags must increase from 0 and 1, got {lags}")
     every = np.arange(1, lags[-1] + 1)
+    if not weight.any():
+        return np.zeros(len(every) + 1)
     logs = np.log(np.maximum(weight[1:], _NOTHING))
     between = np.exp(np.interp(np.log(every), np.log(lags[1:]), logs))
-    full = np.concatenate([weight[:1], between])
-    sums = np.cumsum(full)
-    if not weight.any():
+    return np.concatenate([weight[:1], between])
+
+
+def horizon(lags: np.ndarray, response: np.ndarray) -> Horizon:
+    """Reach of a response (L,) at lags 0, 1, ... (L,), up to the largest lag.
+
+    Example: `horizon(np.arange(5000), 0.99 ** np.arange(5000.0)).half` is 68.97.
+    """
+    full = _every_weight(lags, response)
+    if not np.any(response):
         return Horizon(0.0, 0.0, 0.0, 0.0)
-    below = np.concatenate([[0.0], sums])
-    wanted = np.array([0.5, 0.9]) * sums[-1]
+    below = np.concatenate([[0.0], np.cumsum(full)])
+    wanted = np.array([0.5, 0.9]) * below[-1]
     half, ninety = np.interp(wanted, below, np.arange(len(below))).tolist()
-    mean = float((full * np.arange(len(full))).sum() / sums[-1])
-    return Horizon(half, ninety, mean, float(1 - sums[len(full) // 2 - 1] / sums[-1]))
+    mean = float((full * np.arange(len(full))).sum() / below[-1])
+    return Horizon(half, ninety, mean, float(1 - below[len(full) // 2] / below[-1]))

@@ -1,12 +1,13 @@
-"""What a model's memory is like: the controls that its layers choose, and the kernels they make.
+"""Statistics of a model's memory: the controls of its layers and the resulting kernels.
 
-A head that holds its controls Δ, α, λ and reads and writes by its prior p = softmax(-α log tau)
-answers a token n steps later with
+A head with constant controls Δ, α, λ that reads and writes by its prior p = softmax(-α log tau)
+responds to a token after n steps with
 
-    K(n) = Σ_m p_m p_m (1 - ρ_m) ρ_m^n,    ρ_m = exp(-Δ λ^(1/α) / tau_m)
+    K(n) = Σ_m p_m p_m β_m ρ_m^n,    ρ_m = exp(-Δ λ^(1/α) / tau_m)
 
-so mode m holds a mass of p_m p_m, with a mean lag of ρ_m / (1 - ρ_m) tokens. The residuals that
-tokens add to reads and writes are left out. Letters: B batch, T time, H heads, M modes.
+so mode m, whose β_m is 1 - ρ_m as published, holds a mass of p_m p_m β_m / (1 - ρ_m), with a mean
+lag of ρ_m / (1 - ρ_m) tokens. The residuals that tokens add to reads and writes are left out.
+Letters: B batch, T time, H heads, M modes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flash_frac.layers import DeltaMixer, FracMixer
 from flash_frac.models import FracPreTrainedModel
 from flash_frac.models.attention import Attention
 from flash_frac.models.evaluating import evaluating
-from flash_frac.ops import ControlSettings, Dynamics, log_prior, mode_log_decay
+from flash_frac.ops import ControlSettings, Dynamics, mode_log_decay, prior_controls
 
 Visit = Callable[[int, FracMixer, Tensor, Tensor], None]
 VisitContent = Callable[[int, Attention | DeltaMixer, Tensor, dict[str, Any]], None]
@@ -37,9 +38,9 @@ class LayerStatistics:
     """The memory of one layer on some tokens.
 
     Attributes:
-        delta_mean, delta_std, alpha_mean, alpha_std, lambda_mean, lambda_std: of the controls, over
-            tokens and heads.
-        clamped_share: of all (token, head, mode), how many have a decay on a bound of rho_eps.
+        delta_mean, delta_std, alpha_mean, alpha_std, lambda_mean, lambda_std: mean and standard
+            deviation of the controls over tokens and heads.
+        clamped_share: share of all (token, head, mode) with a decay at a bound of rho_eps.
         horizon: mean lag Σ n K(n) / Σ K(n) of the kernel in tokens, at the mean controls of each
             head; the geometric mean over heads.
     """
@@ -63,10 +64,10 @@ def memory_statistics(
 ) -> list[LayerStatistics]:
     """The memory of every Frac layer, from one forward pass without gradients.
 
-    Their positions in the model are those of `layer_numbers`.
+    `layer_numbers` gives their indices in the model.
 
     Args:
-        model: a Frac model; of one that is wrapped, the model inside.
+        model: an unwrapped Frac model.
         input_ids: (B, T).
         cu_seqlens: (N + 1,) boundaries of sequences packed in one row (B = 1).
 
@@ -78,7 +79,7 @@ def memory_statistics(
 
 
 def layer_numbers(model: nn.Module) -> list[int]:
-    """The positions of the Frac layers among all layers of a model, from 0.
+    """Indices of the Frac layers among all layers of a model, from 0.
 
     Example: `layer_numbers(model)` with mixer_types=["frac", "attention"] twice is [0, 2].
     """
@@ -86,12 +87,12 @@ def layer_numbers(model: nn.Module) -> list[int]:
 
 
 def _mixers(model: nn.Module) -> dict[int, FracMixer]:
-    """The Frac layers by their positions."""
+    """The Frac layers by index."""
     return {n: x for n, x in _all_mixers(model).items() if isinstance(x, FracMixer)}
 
 
 def _all_mixers(model: nn.Module) -> dict[int, FracMixer | DeltaMixer | Attention]:
-    """One of each layer, by its position; one that is wrapped is found inside."""
+    """The mixer of each layer, by index; a wrapped one is found inside its wrapper."""
     return dict(enumerate(x for x in model.modules() if isinstance(x, _MIXERS)))
 
 
@@ -101,8 +102,8 @@ def layer_kernel(
     """The kernel K(n) of each head of a layer, (H, len(lags)) float64, at its mean controls.
 
     Args:
-        model: a Frac model; of one that is wrapped, the model inside.
-        layer: its position in the model, layers of all types counted; -1 is the last Frac layer.
+        model: an unwrapped Frac model.
+        layer: its index among all layers of the model; -1 is the last Frac layer.
         lags: n, in tokens, 0 or more.
         input_ids: (B, T), the tokens over which the controls are averaged.
 
@@ -110,12 +111,11 @@ def layer_kernel(
     """
     lags = np.asarray(lags, np.float64)
     if lags.ndim != 1 or not (lags >= 0).all():
-        raise ValueError(f"lags must be a list of numbers that are 0 or more, got {lags}")
+        raise ValueError(f"lags must be a list of numbers of 0 or more, got {lags}")
     seen, numbers = _look(model, input_ids, None), layer_numbers(model)
     if layer not in (-1, *numbers) or not numbers:
         raise ValueError(f"layer must be a Frac layer, one of {numbers}, got {layer}")
-    masses, log_decay = _modes(seen[-1 if layer == -1 else numbers.index(layer)])
-    amplitudes = masses * -torch.expm1(log_decay)
+    amplitudes, log_decay = _modes(seen[-1 if layer == -1 else numbers.index(layer)])
     powers = torch.exp(log_decay[:, None] * torch.from_numpy(lags)[:, None])
     return (amplitudes[:, None] * powers).sum(-1).numpy()
 
@@ -124,8 +124,8 @@ def check_model(model: nn.Module) -> None:
     """Raise unless this is a Frac model, and not a wrapper around one."""
     if not isinstance(model, FracPreTrainedModel):
         raise ValueError(
-            f"model must be a Frac model, got {type(model).__name__}; of a wrapped one (compiled, "
-            "or in DistributedDataParallel) pass the model inside"
+            f"model must be a Frac model, got {type(model).__name__}; if it is wrapped (compiled, "
+            "or in DistributedDataParallel), pass the model inside"
         )
 
 
@@ -134,7 +134,7 @@ def check_tokens(input_ids: Tensor) -> None:
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"input_ids must be integers of shape (B, T), got {tuple(input_ids.shape)} "
-            f"{input_ids.dtype}; of one text, pass ids[None]"
+            f"{input_ids.dtype}; for one text, pass ids[None]"
         )
 
 
@@ -147,13 +147,13 @@ def visit_layers(
 ) -> None:
     """Call visit(layer, mixer, inner_x, u) for every Frac layer in one pass over the tokens.
 
-    And visit_content(layer, mixer, x, inputs) for every delta and attention layer: x (B, T, E) is
-    its input, inputs the other arguments of its call.
+    Also call visit_content(layer, mixer, x, inputs) for every delta and attention layer: x
+    (B, T, E) is its input, and inputs are the other arguments of its call.
 
-    layer is its position in the model, as in `layer_numbers`.
+    layer is its index in the model, as in `layer_numbers`.
     inner_x and u (B, T, I) are the inputs of `dyn_proj` and `rw_proj`, from which `mixer.controls`
-    computes read, write and log_decay. They are not kept after the visit. Inside it all parameters
-    are whole, also those of a model that is sharded over processes.
+    computes read, write and log_decay. They are freed after the visit. During the visit all
+    parameters are gathered, even in a sharded model.
 
     Example: `visit_layers(model, ids, lambda n, mixer, inner_x, u: print(n, inner_x.shape))`
     """
@@ -189,8 +189,8 @@ def visit_layers(
             elif visit_content is not None:
                 watch_content(layer, mixer, visit_content)
         with evaluating(model):
-            # The head over the vocabulary costs more than the layers of a small model. It is called
-            # nevertheless: a model that is sharded over processes gathers its parts when called.
+            # The vocabulary head costs more than the layers of a small model. Call it anyway,
+            # because a sharded model gathers its parameters when it is called.
             model(input_ids, cu_seqlens=cu_seqlens, use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
@@ -198,7 +198,7 @@ def visit_layers(
 
 
 class _Seen(NamedTuple):
-    """What a layer did: Δ, α, λ (B, T, H) float32 or float64, and log tau (M,) float64."""
+    """Controls of a layer: Δ, α, λ (B, T, H) float32 or float64, and log tau (M,) float64."""
 
     settings: ControlSettings
     dyn: Dynamics
@@ -206,7 +206,7 @@ class _Seen(NamedTuple):
 
 
 def _look(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> list[_Seen]:
-    """What each layer does on these tokens."""
+    """The controls of each Frac layer on these tokens."""
     seen: list[_Seen] = []
 
     def visit(layer: int, mixer: FracMixer, inner_x: Tensor, u: Tensor) -> None:
@@ -223,7 +223,7 @@ def _statistics(seen: _Seen) -> LayerStatistics:
     if eps:
         free = mode_log_decay(dyn, seen.log_tau.to(dyn.delta.dtype), rho_eps=0.0)
         clamped = ((free <= math.log(eps)) | (free >= math.log1p(-eps))).float().mean()
-    # One transfer from the device for all of them.
+    # Copy all numbers from the device at once.
     moments = torch.stack([*(f(x) for x in dyn for f in (torch.mean, _deviation)), clamped])
     delta_mean, delta_std, alpha_mean, alpha_std, lambda_mean, lambda_std, share = moments.tolist()
     return LayerStatistics(
@@ -243,19 +243,16 @@ def _deviation(x: Tensor) -> Tensor:
 
 
 def _modes(seen: _Seen) -> tuple[Tensor, Tensor]:
-    """Mass and log ρ of the modes (H, M), float64 on the CPU, at each head's mean controls."""
-    settings, log_tau = seen.settings, seen.log_tau.cpu()
+    """p p β and log ρ of the modes (H, M), float64 on the CPU, at each head's mean controls."""
     mean = Dynamics(*(x.double().mean((0, 1)).cpu() for x in seen.dyn))
-    prior = log_prior(mean.alpha, log_tau, settings.prior)
-    # Without a prior, and without what tokens add to it, all modes weigh the same.
-    read, write = (
-        (prior if there else torch.zeros_like(prior)).softmax(-1)
-        for there in (settings.read_prior, settings.write_prior)
-    )
-    return read * write, mode_log_decay(mean, log_tau, rho_eps=settings.rho_eps)
+    read, write, log_decay = prior_controls(mean, seen.log_tau.cpu(), seen.settings)
+    return read * write, log_decay
 
 
-def _horizons(masses: Tensor, log_decay: Tensor) -> Tensor:
+def _horizons(amplitudes: Tensor, log_decay: Tensor) -> Tensor:
     """Σ_n n K(n) / Σ_n K(n) of each head (H,): mode m has a mean lag of ρ_m / (1 - ρ_m)."""
-    lags = torch.exp(log_decay) / -torch.expm1(log_decay)
-    return (masses * lags).sum(-1) / masses.sum(-1)
+    change = -torch.expm1(log_decay)
+    masses, lags = amplitudes / change, torch.exp(log_decay) / change
+    # Without prior and normalisation, the kernel depends on content only and has no mean lag.
+    total = masses.sum(-1).clamp_min(torch.finfo(masses.dtype).tiny)
+    return (masses * lags).sum(-1) / total

@@ -1,4 +1,4 @@
-"""Models whose answers are known, and requests for them."""
+"""Models with known answers, and requests for them."""
 
 from pathlib import Path
 from types import SimpleNamespace

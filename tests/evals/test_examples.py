@@ -1,4 +1,4 @@
-"""Local files from the hub."""
+"""Local files exported from the hub."""
 
 import datasets
 import pytest
@@ -47,6 +47,6 @@ def test_no_downloads_stops_the_hub():
 
 
 def test_suites_are_known():
-    with pytest.raises(ValueError, match="suites must be of lm"):
+    with pytest.raises(ValueError, match="suites must be among lm"):
         prepare(SAMPLES, ["glue"])
     assert all(SUITES[name].name == name for name in SUITES)

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval with examples from here or from there."""
+"""Tasks of lm-eval, with local examples or examples from the hub."""
 
 import json
 from dataclasses import replace

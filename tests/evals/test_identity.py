@@ -1,4 +1,4 @@
-"""Whatever changes the scores of a model makes it another model, and no score is kept."""
+"""Whatever changes a model's scores changes its identity, so no stale score is reused."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_files_are_hashed_once(copy, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a'])
 def test_damaged_hashes_are_named(copy, tmp_path, content):
     (tmp_path / "hashes.json").write_text(content)
-    with pytest.raises(ValueError, match=r"hashes\.json cannot be read .*: delete it, and"):
+    with pytest.raises(ValueError, match=r"hashes\.json cannot be read .*: delete it to hash"):
         known_as(copy, tmp_path)
 
 
@@ -126,11 +126,11 @@ def test_scores_of_other_weights_are_not_kept(tmp_path, no_network, capsys):
     assert len(content) - start > 1 << 17
     evaluate(str(folder), out, SETTINGS)
     path.write_bytes(content[:start] + bytes(1 << 16) + content[start + (1 << 16) :])
-    with pytest.raises(ValueError, match=r"piqa\.json has other conditions \(weights .* delete it"):
+    with pytest.raises(ValueError, match=r"was measured differently \(weights .* delete it"):
         evaluate(str(folder), out, SETTINGS)
     path.write_bytes(content)
     evaluate(str(folder), out, SETTINGS)
-    assert "kept from before" in capsys.readouterr().out
+    assert "already measured" in capsys.readouterr().out
 
 
 def test_another_tokenizer_of_the_same_name(copy, tmp_path, no_network):
@@ -141,7 +141,7 @@ def test_another_tokenizer_of_the_same_name(copy, tmp_path, no_network):
     )
     evaluate(str(copy), tmp_path / "out", named)
     CHANGES["tokenizer_hash"]["vocabulary"](tokenizer)
-    with pytest.raises(ValueError, match=r"other conditions \(tokenizer_hash"):
+    with pytest.raises(ValueError, match=r"measured differently \(tokenizer_hash"):
         evaluate(str(copy), tmp_path / "out", named)
 
 
@@ -153,7 +153,7 @@ def test_a_model_in_memory_is_known_by_its_weights(checkpoint, tmp_path):
     with torch.no_grad():
         lm.model.lm_head.weight[0, 0] += 1
     assert identity_in_memory(lm)["weights"] != before["weights"]
-    with pytest.raises(ValueError, match=r"other conditions \(weights memory:"):
+    with pytest.raises(ValueError, match=r"measured differently \(weights memory:"):
         evaluate("someone/model", tmp_path, SETTINGS, lm=lm)
 
 

@@ -151,10 +151,10 @@ def test_other_models_take_fewer_rows_until_they_fit(checkpoint):
 
 def test_nothing_is_cut_in_silence(checkpoint):
     lm = FracLM(str(checkpoint), max_length=24)
-    room = r"1 of 4 requests have more tokens than the 12 that max_length = 24 .* --truncate"
+    room = r"1 of 4 requests .* than the 12 that max_length = 24 .* --truncate"
     with pytest.raises(ValueError, match=room):
         lm.generate_until(prompts(TEXTS))
-    with pytest.raises(ValueError, match="8 of 8 requests have more tokens than the 24"):
+    with pytest.raises(ValueError, match=r"8 of 8 requests have more tokens .* than the 24"):
         harness.measure(request(SUITES["lm"], "boolq", lm))
     with pytest.raises(ValueError, match=r"an answer has .*, more than max_length = 24"):
         harness.measure(request(SUITES["lm"], "piqa", lm))

@@ -1,4 +1,4 @@
-"""The suite "lm": a model without knowledge gets what arithmetic says."""
+"""The suite "lm": a model that guesses gets the expected scores."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Long-document perplexity: models of known probabilities, and pieces against whole passes."""
+"""Long-document perplexity: models with known probabilities, and pieces against whole passes."""
 
 import math
 
@@ -196,7 +196,7 @@ def test_errors_name_the_remedy(tmp_path):
         long_perplexity(model, documents(30), 20, score_last=20)
     with pytest.raises(ValueError, match="piece_tokens must be at least 1, got 0"):
         long_perplexity(model, documents(30), 20, piece_tokens=0)
-    with pytest.raises(ValueError, match="give some by --lengths"):
+    with pytest.raises(ValueError, match="set them with --lengths"):
         module.measure(request(SUITE, "pg19", Model(model)))
     with pytest.raises(FileNotFoundError, match=r"pg19\.jsonl is missing: .* --suite longppl"):
         module.measure(request(SUITE, "pg19", Model(model), length=20, data_dir=tmp_path))

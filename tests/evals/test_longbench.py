@@ -1,4 +1,4 @@
-"""LongBench: cuts in the middle, models of known score, and the paper's groups and averages."""
+"""LongBench: middle truncation, models with known scores, the paper's groups and averages."""
 
 import pytest
 

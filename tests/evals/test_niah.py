@@ -1,4 +1,4 @@
-"""The suite "niah": prompts are lm-eval's, and models that know or do not know get 100 or 0."""
+"""The suite "niah": prompts equal lm-eval's; models that know or do not know get 100 or 0."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Recall: prompts, windows and scores by Just Read Twice's rules, and models of known score."""
+"""Recall: prompts, windows and scores as in Just Read Twice, and models with known scores."""
 
 import json
 

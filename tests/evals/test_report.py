@@ -80,7 +80,7 @@ def test_what_was_left_out_is_named():
     text = markdown([some])
     assert text.count("left out of pg19: document 0 (9 tokens, fewer than 16), document 1 (") == 1
     assert "document 9 (9 tokens, fewer than 16) and 2 more, in results.json" in text
-    last = "mine: asked for and left out, without local files: lm/boolq, niah/niah_single_1.\n"
+    last = "mine: left out because local files are missing: lm/boolq, niah/niah_single_1.\n"
     assert text.endswith(last)
 
 
@@ -109,12 +109,12 @@ def test_models_of_one_name_are_told_apart(tmp_path):
 
 
 def test_a_folder_without_results_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"has no results\.json; it must be an --out"):
+    with pytest.raises(ValueError, match=r"has no results\.json; name an --out folder"):
         compare([tmp_path], tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model": "a"}', '{"model": "a", "units": [{}]}'])
 def test_damaged_results_are_named(tmp_path, content):
     (tmp_path / "results.json").write_text(content)
-    with pytest.raises(ValueError, match=r"results\.json .*; the same `frac eval` writes it again"):
+    with pytest.raises(ValueError, match=r"results\.json .*; run the same `frac eval` to write it"):
         compare([tmp_path], tmp_path / "out")

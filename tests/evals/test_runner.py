@@ -1,4 +1,4 @@
-"""Runs that are kept, taken up again, and say what is missing."""
+"""Evaluations save their results, resume, and report what is missing."""
 
 import dataclasses
 import json
@@ -18,6 +18,7 @@ from flash_frac.evals.long_perplexity import window_starts
 from flash_frac.evals.report import compare
 from flash_frac.evals.runner import Settings, evaluate, model_name, suite_names, whole_numbers
 from flash_frac.evals.suites import SUITES
+from flash_frac.models.quantizing import is_quantized
 from tests.commands import frac
 from tests.evals.known import SAMPLES, tiny_frac
 
@@ -57,14 +58,32 @@ def test_a_run_is_taken_up_where_it_ended(checkpoint, tmp_path, monkeypatch, no_
 def test_results_of_other_conditions_are_not_mixed(checkpoint, uniform, tmp_path):
     one = {"tasks": ("piqa",)}
     evaluate(str(checkpoint), tmp_path, options(**one))
-    with pytest.raises(
-        ValueError, match=r"piqa.json has other conditions \(limit 2 there and 1 now"
-    ):
+    with pytest.raises(ValueError, match=r"measured differently \(limit 2 there and 1 now"):
         evaluate(str(checkpoint), tmp_path, options(**one, limit=1))
     with pytest.raises(ValueError, match="max_length 2048 there and 4096 now"):
         evaluate(str(checkpoint), tmp_path, options(**one, max_length=4096))
+    with pytest.raises(ValueError, match="quantize None there and int8 now"):
+        evaluate(str(checkpoint), tmp_path, options(**one, quantize="int8"))
     with pytest.raises(ValueError, match=r"weights .* choose another --out"):
         evaluate(str(uniform), tmp_path, options(**one))
+
+
+def test_a_checkpoint_is_measured_with_quantised_weights(checkpoint, tmp_path, monkeypatch):
+    load = runner._load
+    one = options(tasks=("piqa",), quantize="int8")
+    loaded = []
+    monkeypatch.setattr(runner, "_load", lambda *given: loaded.append(load(*given)) or loaded[0])
+    report = evaluate(str(checkpoint), tmp_path / "int8", one)
+    assert is_quantized(loaded[0].model) and [u["task"] for u in report["units"]] == ["piqa"]
+    with pytest.raises(ValueError, match="quantize int8 there and None now"):
+        evaluate(str(checkpoint), tmp_path / "int8", options(tasks=("piqa",)))
+    with pytest.raises(ValueError, match="quantise lm before"):
+        evaluate("memory", tmp_path / "lm", one, lm=loaded[0])
+    # One in memory is known by its values and scales.
+    evaluate("memory", tmp_path / "lm", options(tasks=("piqa",)), lm=loaded[0])
+    loaded[0].model.model.layers[0].mixer.in_proj.weight.scale.mul_(2)
+    with pytest.raises(ValueError, match=r"weights memory:"):
+        evaluate("memory", tmp_path / "lm", options(tasks=("piqa",)), lm=loaded[0])
 
 
 def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monkeypatch):
@@ -84,7 +103,7 @@ def test_missing_files_are_named_before_anything_runs(checkpoint, tmp_path, monk
     )
     assert [unit["task"] for unit in report["units"]] == ["piqa"]
     results = (tmp_path / "out" / "results.md").read_text()
-    assert "left out, without local files: lm/winogrande, lm/openbookqa.\n" in results
+    assert "left out because local files are missing: lm/winogrande, lm/openbookqa.\n" in results
     assert "| Model | PIQA acc ↑ |" in results and "ARC" not in results
 
 
@@ -94,7 +113,7 @@ def test_damaged_results_are_named(checkpoint, tmp_path, task, content):
     """That of the task that is asked for, and another beside it."""
     evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
     (tmp_path / "lm" / f"{task}.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"{task}\.json .*; delete it, and it is measured again"):
+    with pytest.raises(ValueError, match=rf"{task}\.json .*; delete it to measure again"):
         evaluate(str(checkpoint), tmp_path, options(tasks=(TASKS[0],), limit=1))
 
 
@@ -199,17 +218,17 @@ def test_own_documents_are_a_task_of_longppl(checkpoint, tmp_path):
     assert read == 63 * (1 + len(window_starts(len(FracLM(str(checkpoint)).tok_encode(text)), 64)))
     with pytest.raises(ValueError, match=r"missing .*other\.jsonl"):
         evaluate(str(checkpoint), tmp_path / "out", dataclasses.replace(settings, tasks=("other",)))
-    with pytest.raises(ValueError, match="tasks must be of"):
+    with pytest.raises(ValueError, match="tasks must be among"):
         Settings(suites=("longppl",), tasks=("mine",))
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("", "holds no line"),
+        ("", "is empty"),
         ("{\n", "line 1 is not JSON"),
-        ("[1]\n", "line 1 must be an object"),
-        ("{}\n\udcff", "line 2 is not a text in UTF-8"),
+        ("[1]\n", "line 1 must be a JSON object"),
+        ("{}\n\udcff", "line 2 is not UTF-8 text"),
     ],
 )
 def test_broken_files_are_named(checkpoint, tmp_path, text, error):
@@ -221,20 +240,20 @@ def test_broken_files_are_named(checkpoint, tmp_path, text, error):
 
 def test_cuts_are_an_error_or_told(checkpoint, tmp_path):
     short = {"tasks": ("boolq",), "max_length": 128}
-    with pytest.raises(ValueError, match="4 of 4 requests have more tokens than the 128"):
+    with pytest.raises(ValueError, match=r"4 of 4 requests have more tokens .* than the 128"):
         evaluate(str(checkpoint), tmp_path, options(**short))
     report = evaluate(str(checkpoint), tmp_path, options(**short, truncate=True))
     cut = report["units"][0]["results"]["num_truncated"]
     assert cut == 4 and "requests cut to fit: 4 of boolq" in (tmp_path / "results.md").read_text()
-    with pytest.raises(ValueError, match=r"an answer has .* and answers are not cut"):
+    with pytest.raises(ValueError, match=r"an answer has .* and answers are never truncated"):
         evaluate(str(checkpoint), tmp_path, options(tasks=("piqa",), max_length=16, truncate=True))
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"suites": ("glue",)}, "suites must be of lm, niah"),
-        ({"tasks": ("mmlu",)}, "tasks must be of .*; got"),
+        ({"suites": ("glue",)}, "suites must be among lm, niah"),
+        ({"tasks": ("mmlu",)}, "tasks must be among .*; got"),
         ({"lengths": (1024,)}, "lengths were given, but lm has no lengths"),
         ({"limit": 0}, "limit must be at least 1"),
         ({"batch_size": "many"}, "batch_size must be auto or at least 1"),

@@ -1,4 +1,4 @@
-"""What attention and delta layers hold of earlier tokens, against weights and scans themselves."""
+"""What attention and delta layers hold of earlier tokens, against weights and direct scans."""
 
 import numpy as np
 import pytest

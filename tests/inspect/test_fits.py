@@ -1,4 +1,4 @@
-"""Laws that are known are found again."""
+"""Fits recover known laws."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_growth_and_nothing():
 
 
 def test_errors_name_the_remedy():
-    with pytest.raises(ValueError, match="leave lag 0 out"):
+    with pytest.raises(ValueError, match="omit lag 0"):
         fit_power_law(np.arange(5), np.ones(5))
     with pytest.raises(ValueError, match="factor must be above 1"):
         fit_power_law(LAGS, np.ones(len(LAGS)), factor=1.0)

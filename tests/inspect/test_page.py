@@ -1,9 +1,11 @@
-"""The page of a report: alone it is complete, and a browser finds nothing wrong with it."""
+"""The page of a report is self-contained, and a browser reports no errors."""
 
+import html
 import importlib.util
 import json
 import re
 import shutil
+import subprocess
 
 import pytest
 
@@ -43,6 +45,48 @@ def test_the_page_needs_nothing_else(page_text):
 def test_a_name_cannot_break_out_of_the_page(report):
     numbers = report.as_dict() | {"name": "</title></script><script>alert(1)</script>"}
     assert "<script>alert" not in render_page(numbers)
+
+
+def look(page, folder, *, width, dark):
+    """The page as a browser has built it, with its errors, colours and overflow in the title."""
+    listen = "<head><script>const wrong = []; onerror = (text) => { wrong.push(text); };</script>"
+    tell = """<script>addEventListener("load", () => { document.title = JSON.stringify({ wrong,
+        over: document.documentElement.scrollWidth - innerWidth, width: innerWidth,
+        ground: getComputedStyle(document.body).backgroundColor }); });</script></body>"""
+    path = folder / "look.html"
+    changed = page.replace("<head>", listen, 1).replace("</body>", tell)
+    path.write_text(changed, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},800"]
+    options += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    command = [BROWSER, *options, f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
+    return done.stdout, json.loads(html.unescape(re.search("<title>(.*?)</title>", done.stdout)[1]))
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs a browser (apt-get install chromium)")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_phone_shows_two_checkpoints(mixed_report, tmp_path, dark):
+    """Both models in the same panels, in both themes, and nothing wider than the screen."""
+    numbers = mixed_report.as_dict()
+    page = render_page(numbers | {"name": "later"}, numbers | {"name": "earlier"})
+    shown, found = look(page, tmp_path, width=360, dark=dark)
+    assert found["wrong"] == [] and found["over"] <= 0 and found["width"] <= 500
+    levels = [int(x) for x in re.findall(r"\d+", found["ground"])[:3]]
+    assert (max(levels) < 60) == dark and (min(levels) > 200) != dark
+    assert '<b id="before-name">earlier</b>' in shown and '<b id="after-name">later</b>' in shown
+    for chart in ("response", "alpha", "delta", "lambda", "horizon"):
+        drawn = re.search(rf'<svg id="{chart}".*?</svg>', shown, re.DOTALL)[0]
+        assert "l-before" in drawn, chart
+    assert re.search(r"median [\d.]+ · before [\d.]+", shown)
+    assert 'id="compared"' in shown and 'id="compared" hidden' not in shown
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs a browser (apt-get install chromium)")
+def test_one_checkpoint_has_no_trace_of_a_comparison(page_text, tmp_path):
+    shown, found = look(page_text, tmp_path, width=360, dark=False)
+    assert found["wrong"] == [] and found["over"] <= 0
+    assert "l-before" not in shown.split("</style>")[1].split('<script type="application')[0]
+    assert 'id="compared" hidden' in shown and "NaN" not in shown.split('<script type="app')[0]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the page was not opened: it needs {MISSING}")

@@ -1,5 +1,6 @@
-"""Reports of models: complete, finite, and equal to direct computations."""
+"""Reports of models are complete, finite, and equal to direct computations."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -34,8 +35,12 @@ def numbers(value):
     return [value] if isinstance(value, int | float) else []
 
 
-def test_distributions_equal_a_direct_computation():
-    model, tokens, seen = tiny(frac_rho_eps=0.1).double(), torch.randint(0, 32, (2, 50)), []
+@pytest.mark.parametrize("changes", [{}, {"frac_dt_max": 50.0}, {"frac_bank": "per_head"}], ids=str)
+def test_distributions_equal_a_direct_computation(changes):
+    model, seen = tiny(frac_rho_eps=0.1, **changes).double(), []
+    tokens = torch.randint(0, 32, (2, 50))
+    for block in model.model.layers:
+        block.mixer.dt_bias.data += 8
     visit_layers(model, tokens, lambda n, mixer, inner_x, u: seen.append((mixer, inner_x, u)))
     layer = inspect_model(model, tokens).layers[1]
     mixer, inner_x, u = seen[1]
@@ -43,6 +48,9 @@ def test_distributions_equal_a_direct_computation():
         dyn = mixer.dynamics(mixer.dyn_proj(inner_x))
         controls = mixer.controls(inner_x, u)
     tau = mixer.base_log_tau.double().exp()
+    np.testing.assert_allclose([head.tau for head in layer.heads], tau.expand(2, -1))
+    np.testing.assert_allclose(layer.tau, tau.expand(2, -1).log().mean(0).exp())
+    assert (dyn.delta.max() > 1) == ("frac_dt_max" in changes)
     scale = tau / (dyn.delta * dyn.lam ** (1 / dyn.alpha))[..., None]
     values = {"delta": dyn.delta, "alpha": dyn.alpha, "lambda": dyn.lam, "timescale": scale}
     for name, found in values.items():
@@ -141,7 +149,7 @@ def test_errors_name_the_remedy():
         inspect_model(nn.DataParallel(model), tokens)
     with pytest.raises(ValueError, match=r"pass ids\[None\]"):
         inspect_model(model, tokens[0])
-    with pytest.raises(ValueError, match="at least 16 tokens a row"):
+    with pytest.raises(ValueError, match="at least 16 tokens per row"):
         inspect_model(model, tokens[:, :15])
     with pytest.raises(ValueError, match="factor must be above 1"):
         inspect_model(model, tokens, factor=0.9)
@@ -204,5 +212,47 @@ def test_a_page_without_matplotlib(report, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = write_report(report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"index.html", "report.json"}
-    assert f"{page} has no figures beside it" in caplog.text
+    assert f"{page} has no figures next to it" in caplog.text
     assert "pip install 'flash-frac[plot]'" in caplog.text
+
+
+def test_two_checkpoints_are_compared(tmp_path):
+    """The first needs no tokenizer; files of the report are those of the second."""
+    before, after, out = tmp_path / "before", tmp_path / "after", tmp_path / "out"
+    FracForCausalLM(tiny_config()).save_pretrained(before)
+    FracForCausalLM(tiny_config(initializer_range=0.2)).save_pretrained(after)
+    byte_tokenizer().save_pretrained(after)
+    report = inspect_checkpoint(after, out, before=before, text="a text " * 20)
+    stored = {name: json.loads((out / f"{name}.json").read_text()) for name in ("report", "before")}
+    assert stored["report"] == report.as_dict() and stored["before"]["name"].endswith("before")
+    assert stored["before"]["lags"] == stored["report"]["lags"]
+    drawing = (out / "before_after.svg").read_text()
+    for words in ("before: ", "after: ", "Median Δ", "Median α", "Median λ", "Memory of layers"):
+        assert f"{words}" in drawing, words
+    page = (out / "index.html").read_text()
+    assert '"before":{"name"' in page
+
+
+def test_nothing_stays_of_an_earlier_report(report, tmp_path, monkeypatch):
+    """Neither a comparison nor the figures of a deeper model; other files are left alone."""
+    for name in ("before.json", "before_after.svg", "layer_07.svg", "layer_x.svg", "notes.txt"):
+        (tmp_path / name).write_text("earlier")
+    write_report(report, tmp_path)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert not found & {"before.json", "before_after.svg", "layer_07.svg"}
+    assert found >= {"layer_00.svg", "responses.svg", "layer_x.svg", "notes.txt"}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_report(report, tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"index.html", "report.json", "layer_x.svg", "notes.txt"}
+
+
+def test_checkpoints_that_cannot_be_compared(report, mixed_report, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"cannot be compared: .*the same layers and heads; inspect"
+    ):
+        write_report(mixed_report, tmp_path, before=report)
+    other = dataclasses.replace(report, lags=report.lags[:-1])
+    with pytest.raises(ValueError, match="a comparison needs the same number of tokens"):
+        write_report(report, tmp_path, before=other)
+    assert not list(tmp_path.iterdir())

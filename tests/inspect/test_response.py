@@ -1,4 +1,4 @@
-"""Measured impulse responses and horizons, against the scan itself and closed forms."""
+"""Measured impulse responses and horizons, against direct scans and closed forms."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from flash_frac import frac_scan
 from flash_frac.inspect import horizon, impulse_response, log_spaced_lags
-from flash_frac.inspect.response import source_positions
+from flash_frac.inspect.response import cumulative_weight, source_positions
 from flash_frac.inspect.statistics import visit_layers
 from flash_frac.ops import Controls
 
@@ -111,6 +111,12 @@ def test_horizon_of_flat_and_of_no_memory():
     assert horizon(np.arange(4), np.zeros(4)) == (0, 0, 0, 0)
 
 
+def test_cumulative_weight_of_flat_and_of_no_memory():
+    lags = np.array([0, 1, 4, 9])
+    np.testing.assert_allclose(cumulative_weight(lags, np.ones(4)), np.arange(11) / 10)
+    assert not cumulative_weight(lags, np.zeros(4)).any()
+
+
 @pytest.mark.parametrize("where", ["forward", "visit"])
 def test_layers_are_restored_after_errors(where):
     model = tiny().train()
@@ -129,7 +135,7 @@ def test_layers_are_restored_after_errors(where):
 
 def test_errors_name_the_argument():
     controls = random_controls(1, 8, 1, 2)
-    with pytest.raises(ValueError, match=r"lags must be integers in \[0, 8\)"):
+    with pytest.raises(ValueError, match=r"lags must be integers in \[0, T = 8\)"):
         impulse_response(controls, np.array([8]))
     with pytest.raises(ValueError, match="max_sources must be"):
         impulse_response(controls, np.array([1]), max_sources=0)

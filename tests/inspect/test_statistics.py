@@ -17,6 +17,8 @@ from flash_frac.inspect import evaluating, layer_kernel, memory_statistics
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.ops import dynamics, mode_log_decay
 
+BETAS = ("one_minus_rho", "exact_zoh", "equal_variance")
+
 
 def tiny(**changes):
     settings = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}
@@ -66,17 +68,24 @@ def test_a_fixed_alpha_has_no_spread_and_no_clamp_no_share():
 
 
 def kernel_by_hand(model, tokens, lags):
+    beta = {
+        "one_minus_rho": lambda rho, lam: 1 - rho,
+        "exact_zoh": lambda rho, lam: (1 - rho) / lam,
+        "equal_variance": lambda rho, lam: np.sqrt(1 - rho**2),
+    }[model.config.frac_beta]
     mixer, dyn = first_dynamics(model, tokens)
     delta, alpha, lam = (x.mean((0, 1)).detach().numpy()[:, None] for x in dyn)
     tau = np.exp(mixer.base_log_tau.double().numpy())
     weights = tau**-alpha / (tau**-alpha).sum(-1, keepdims=True)
     rho = np.exp(-delta * lam ** (1 / alpha) / tau)
-    amplitudes = weights**2 * (1 - rho)
+    amplitudes = weights**2 * beta(rho, lam)
     return (amplitudes[..., None] * rho[..., None] ** np.asarray(lags)).sum(1)
 
 
-def test_horizon_equals_a_sum_of_the_kernel():
-    model, tokens = tiny(frac_tau_min=50.0, frac_tau_max=2000.0).double(), ids(2, 30)
+@pytest.mark.parametrize("beta", BETAS)
+def test_horizon_equals_a_sum_of_the_kernel(beta):
+    model = tiny(frac_tau_min=50.0, frac_tau_max=2000.0, frac_beta=beta).double()
+    tokens = ids(2, 30)
     # All of it: the slowest mode has a timescale of some thousand tokens.
     kernel = kernel_by_hand(model, tokens, np.arange(200_000))
     lags = (kernel * np.arange(200_000)).sum(-1) / kernel.sum(-1)
@@ -84,8 +93,9 @@ def test_horizon_equals_a_sum_of_the_kernel():
     assert memory_statistics(model, tokens)[0].horizon == pytest.approx(expected, rel=1e-9)
 
 
-def test_kernel_equals_a_direct_computation_and_sums_to_the_masses():
-    model, tokens = tiny().double(), ids(2, 30)
+@pytest.mark.parametrize("beta", BETAS)
+def test_kernel_equals_a_direct_computation_and_sums_to_the_masses(beta):
+    model, tokens = tiny(frac_beta=beta).double(), ids(2, 30)
     lags = [0, 1, 7, 300]
     kernel = layer_kernel(model, 0, lags, tokens)
     np.testing.assert_allclose(kernel, kernel_by_hand(model, tokens, lags), rtol=1e-12)
@@ -93,9 +103,13 @@ def test_kernel_equals_a_direct_computation_and_sums_to_the_masses():
     assert not np.array_equal(kernel, layer_kernel(model, -1, lags, tokens))
 
 
-def test_a_kernel_is_what_the_layer_answers_to_an_impulse():
+@pytest.mark.parametrize(
+    "changes",
+    [*({"frac_beta": beta} for beta in BETAS), {"frac_rw_normalization": "sigmoid"}],
+)
+def test_a_kernel_is_what_the_layer_answers_to_an_impulse(changes):
     """With constant controls and no residuals, the scan gives the kernel itself."""
-    model = tiny().double()
+    model = tiny(**changes).double()
     mixer = model.model.layers[0].mixer
     nn.init.zeros_(mixer.dyn_proj.weight)
     inner = torch.zeros(1, 50, 32, dtype=torch.float64)

@@ -1,11 +1,11 @@
 "use strict";
-// Small charts in SVG. A chart is drawn anew into its element at each change: there is little in it.
+// Small charts in SVG. A chart is redrawn at each change, because it has few elements.
 
 const $ = (id) => document.getElementById(id);
 const clear = (node) => { while (node.firstChild) node.firstChild.remove(); };
 
 function draw(parent, tag, attributes = {}, text = null) {
-  // The namespace of an element that is there already, so that the page names no address.
+  // Take the namespace from an existing element, so that the page contains no URL.
   const node = document.createElementNS($("response").namespaceURI, tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   if (text !== null) node.textContent = text;
@@ -54,7 +54,7 @@ function tickName(value) {
 // 512, 1K: powers of two as numbers of tokens.
 const tokens = (n) => (n >= 1024 ? `${n / 1024}K` : String(n));
 
-// Decades; between them 2 and 5, or finer, where the axis is short; and fewer where it is long.
+// Decades; on a short axis also 2 and 5 or finer steps, and on a long one fewer decades.
 function logTicks(low, high, most) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
   for (const fronts of [[1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 5], [1]]) {
@@ -69,7 +69,7 @@ function logTicks(low, high, most) {
   return ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
 }
 
-// Of whole numbers, which is all that a linear axis has here.
+// Ticks at integers, which is all that a linear axis needs here.
 function wholeTicks(low, high, most) {
   const rough = Math.max(1, (high - low) / most);
   const unit = 10 ** Math.floor(Math.log10(rough));
@@ -79,7 +79,7 @@ function wholeTicks(low, high, most) {
   return ticks;
 }
 
-// Axes with a grid. Returns the scales X and Y, a group that is clipped to the plot, and its box.
+// Draw axes with a grid. Returns the scales X and Y, a group clipped to the plot, and its box.
 function axes(svg, {
   x, y, xLog = true, yLog = true, xLabel = "", yLabel = "", yTicks = true, xName = null,
 }) {
@@ -115,7 +115,7 @@ function axes(svg, {
   return { X, Y, box, plot: draw(svg, "g", { "clip-path": `url(#clip-${svg.id})` }) };
 }
 
-// A path through points; a point without a finite place interrupts it.
+// A path through points; a point that is not finite interrupts it.
 function path(parent, points, kind) {
   let d = "";
   let pen = false;
@@ -144,7 +144,7 @@ function hover(node, text) {
   node.addEventListener("pointerleave", hideTip);
 }
 
-// The keys of a chart that has the focus: `keys` maps names of keys to what they do.
+// Keyboard control of a focused chart: `keys` maps key names to functions.
 function onKeys(svg, keys) {
   svg.onkeydown = (event) => {
     const action = keys[event.key];
@@ -155,7 +155,7 @@ function onKeys(svg, keys) {
   svg.onblur = hideTip;
 }
 
-// A map of cells: values[row][column], shaded from `low` to `high`; pick(row, column) on a choice.
+// A heat map of values[row][column] from `low` to `high`; a selection calls pick(row, column).
 function heatMap(svg, {
   values, low, high, log, xLabel, yLabel, rowName = String, columnName = String, describe, pick, chosen,
 }) {
@@ -206,7 +206,7 @@ function legend(svg, box, low, high) {
   draw(svg, "text", { x: box.left + 102, y: 15 }, `${format(low, 2)} to ${format(high, 2)}`);
 }
 
-// The numbers 0 ... count - 1 that have room for a name.
+// The numbers 0 ... count - 1 that have room for a label.
 function steps(count, size) {
   const step = [1, 2, 4, 8, 16, 32, 64].find((s) => s * size >= 13) || 128;
   return Array.from({ length: Math.ceil(count / step) }, (_, i) => i * step);

@@ -1,8 +1,10 @@
-// The page: what is chosen, and the charts of it. The numbers are those of report.json.
+// The page: the selection and its charts. The numbers are those of report.json.
 
 const report = JSON.parse($("report").textContent);
 const { layers, lags } = report;
-// Lag 0 has no place on a log axis.
+// The report of an earlier checkpoint with the same layers, or null.
+const before = report.before || null;
+// A log axis has no lag 0.
 const shownLags = lags.slice(1);
 const MEAN = -1;
 const MEDIAN = Math.floor(report.quantiles.length / 2);
@@ -16,8 +18,13 @@ const DISTRIBUTIONS = ["delta", "alpha", "lambda", "timescale", "half_life", "be
 const fracLayers = layers.filter((layer) => layer.type === "frac");
 const isMixed = fracLayers.length < layers.length;
 const layerNow = () => layers[state.layer];
-// The chosen head, or the layer itself, which has the same fields of its mean response.
+// The selected head, or the layer itself, which has the same fields for its mean response.
 const now = () => (state.head === MEAN ? layerNow() : layerNow().heads[state.head]);
+const wasNow = () => {
+  if (!before) return null;
+  const layer = before.layers[state.layer];
+  return state.head === MEAN ? layer : layer.heads[state.head];
+};
 const headName = () => (state.head === MEAN ? "mean of all heads" : `head ${state.head}`);
 const layerName = () => `layer ${numberOf(state.layer)}`;
 const place = () => `${layerName()}, ${headName()}`;
@@ -33,8 +40,9 @@ function choose(layer, head = state.head) {
 
 function renderResponse() {
   const svg = $("response");
-  const [one, all] = [now(), layerNow().heads];
-  const values = [...all.flatMap((h) => h.response.slice(1)), ...one.response.slice(1)];
+  const [one, was, all] = [now(), wasNow(), layerNow().heads];
+  const shownOnes = was ? [...all, one, was] : [...all, one];
+  const values = shownOnes.flatMap((each) => each.response.slice(1));
   const high = Math.max(...values);
   const shown = values.filter((v) => v > high * 1e-9);
   const low = Math.min(...shown);
@@ -58,6 +66,7 @@ function renderResponse() {
     const at = { x: from, width: Math.max(3, to - from), y: box.bottom - 7 - 7 * bars++, height: 5 };
     draw(plot, "rect", { class: `b-${kind}`, rx: 2, ...at });
   }
+  if (was && $("show-before").checked) path(plot, curve(was.response), "l-before");
   if ($("show-response").checked) path(plot, curve(one.response), "l-measured");
   if ($("show-horizon").checked) renderMarks(plot, X, box, one.horizon);
   svg.scales = { X, Y, box };
@@ -93,6 +102,7 @@ function renderCursor() {
     draw(svg, "circle", { class: "dot", cx: X(n), cy: Y(value), r: 5 });
   }
   const parts = [`lag ${n.toLocaleString("en")}: ${format(value)}`];
+  if (before) parts.push(`before ${format(wasNow().response[state.cursor + 1])}`);
   if (one.power) parts.push(`power law ${format(law(one.power, n))}`);
   if (one.exponential) parts.push(`exponential ${format(law(one.exponential, n))}`);
   parts.push(`mean of ${layerNow().sources[state.cursor + 1].toLocaleString("en")} sources`);
@@ -127,17 +137,17 @@ function renderFacts() {
     if (fit.first === fit.last) return `holds at lag ${format(fit.first)} only`;
     return `holds from lag ${format(fit.first)} to ${format(fit.last)} (${fit.decades.toFixed(2)} decades)`;
   };
-  // The same kind of law fitted to where it reaches farthest.
+  // The same kind of law fitted to the longest range where it holds.
   const alone = ({ kind, stretch }) => {
     if (stretch === null) return [];
     const { first, last, decades, exponent } = stretch;
     const shape = kind === "power" ? `n^${(-exponent).toFixed(2)}`
       : `exp(${exponent > 0 ? "-" : ""}n / ${format(1 / Math.abs(exponent))})`;
-    return [`longest fit of its own: lags ${format(first)} to ${format(last)} `
+    return [`longest range fitted separately: lags ${format(first)} to ${format(last)} `
       + `(${decades.toFixed(2)} decades), ${shape}`];
   };
   const fact = (name, lines, win = false) => {
-    add(list, "dt", name + (win ? ", the closer one" : ""));
+    add(list, "dt", name + (win ? ", better fit" : ""));
     lines.forEach((line, i) => add(list, "dd", line, win && i === 0 ? { class: "win" } : {}));
   };
   clear(list);
@@ -159,10 +169,10 @@ function renderFacts() {
     `half of the weight by lag ${format(horizon.half)}`,
     `90% of it by lag ${format(horizon.ninety)}`,
     `mean lag ${format(horizon.mean)}`,
-    `${percent(horizon.last_half)} in the last half of the lags`,
+    `${percent(horizon.last_half)} of the weight beyond half of the longest lag`,
   ]);
   if (one.clamped_fast !== null) {
-    fact("modes on a clamp", [
+    fact("modes at the decay limit", [
       `${percent(one.clamped_fast)} fast, ${percent(one.clamped_slow)} slow`,
     ]);
   }
@@ -171,36 +181,6 @@ function renderFacts() {
     const far = Object.entries(beyond).map(([n, share]) => `${percent(share)} at ${Number(n).toLocaleString("en")} or more`);
     fact("distance of attention", [`median ${format(median)}, mean ${format(middling)}`, ...far]);
   }
-}
-
-// ---- distributions
-
-function renderDistribution(name) {
-  const edges = layerNow().edges[name];
-  const { counts, quantiles } = now().distributions[name];
-  const svg = $(name);
-  const most = Math.max(...counts);
-  const total = counts.reduce((a, b) => a + b, 0);
-  const x = [edges[0], edges[edges.length - 1]];
-  const view = axes(svg, { x, y: [0, most * 1.22], yLog: false, yTicks: false });
-  const { X, Y, box, plot } = view;
-  counts.forEach((count, i) => {
-    const at = { x: X(edges[i]), width: Math.max(0.5, X(edges[i + 1]) - X(edges[i]) - 0.5) };
-    const size = { y: Y(count), height: Math.max(0, box.bottom - Y(count)) };
-    const column = draw(plot, "rect", { class: "column", ...at, ...size });
-    const share = `${format(edges[i])} to ${format(edges[i + 1])}: ${percent(count / total)}`;
-    hover(column, () => share);
-  });
-  const [q5, q25, q50, q75, q95] = quantiles.map(X);
-  const mid = box.top + 9;
-  path(plot, [[q5, mid], [q25, mid], [NaN, 0], [q75, mid], [q95, mid]], "box");
-  draw(plot, "rect", { class: "box", x: q25, y: mid - 6, width: Math.max(1, q75 - q25), height: 12 });
-  draw(plot, "line", { class: "box", x1: q50, x2: q50, y1: mid - 6, y2: mid + 6 });
-  const label = `5% ${format(quantiles[0])} · median ${format(quantiles[2])} · 95% ${format(quantiles[4])}`;
-  const [side, bottom] = [(box.left + box.right) / 2, svg.clientHeight - 6];
-  draw(svg, "text", { x: side, y: bottom, "text-anchor": "middle" }, label);
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${name}: ${label}`);
 }
 
 // ---- distances
@@ -248,6 +228,7 @@ function renderModes() {
   const { heads, tau } = layerNow();
   $("modes-card").hidden = tau.length === 0;
   if (tau.length === 0) return;
+  const ends = heads.flatMap((head) => [head.tau[0], head.tau[head.tau.length - 1]]);
   const log = $("log-colour").checked;
   for (const name of ["read", "write"]) {
     const values = heads.map((head) => head[`${name}_share`]);
@@ -255,9 +236,9 @@ function renderModes() {
     const high = Math.max(1e-9, ...flat);
     heatMap($(name), {
       values, high, log, low: log ? Math.max(Math.min(high, ...flat), high * 1e-5) : 0,
-      xLabel: `mode, τ from ${format(tau[0])} to ${format(tau[tau.length - 1])} tokens`,
+      xLabel: `mode, τ from ${format(Math.min(...ends))} to ${format(Math.max(...ends))} tokens`,
       yLabel: "head",
-      describe: (r, c) => `head ${r}, mode ${c} (τ ${format(tau[c])})\nmean ${name} `
+      describe: (r, c) => `head ${r}, mode ${c} (τ ${format(heads[r].tau[c])})\nmean ${name} `
         + `${format(heads[r][name][c])}, share`,
       pick: (r) => choose(state.layer, r),
       chosen: (at, rows, columns) => state.head !== MEAN
@@ -284,10 +265,11 @@ function renderAlpha() {
 
 function renderHorizon() {
   const svg = $("horizon");
-  // A log axis has no place for a lag of 0.
+  // A log axis cannot show lag 0.
   const level = (v) => Math.max(v, 0.1);
   const kinds = ["half", "mean", "ninety"];
-  const reach = [...layers, ...layers.flatMap((l) => l.heads)].flatMap((l) => kinds.map((k) => l.horizon[k]));
+  const measured = before ? [...layers, ...before.layers] : layers;
+  const reach = [...measured, ...layers.flatMap((l) => l.heads)].flatMap((l) => kinds.map((k) => l.horizon[k]));
   const y = [0.7 * level(Math.min(...reach)), 1.4 * level(Math.max(...reach))];
   const x = [numberOf(0) - 0.5, numberOf(layers.length - 1) + 0.5];
   svg.style.height = `${Math.min(440, Math.max(300, 10 * layers.length))}px`;
@@ -304,6 +286,7 @@ function renderHorizon() {
     path(plot, points, `l-${kind}`);
     points.forEach(([cx, cy]) => draw(plot, "circle", { class: `d-${kind}`, cx, cy, r: 2.5 }));
   }
+  if (before) path(plot, before.layers.map((l, n) => [at(n), Y(level(l.horizon.half))]), "l-before");
   const say = (n) => {
     const { half, mean: lag, ninety } = layers[n].horizon;
     return `layer ${numberOf(n)}, ${TYPES[layers[n].type]}\nhalf ${format(half)}, mean ${format(lag)}, 90% ${format(ninety)} tokens`;
@@ -374,7 +357,7 @@ function start() {
   $("layer-on").addEventListener("click", () => choose(state.layer + 1));
   $("head-back").addEventListener("click", () => choose(state.layer, state.head - 1));
   $("head-on").addEventListener("click", () => choose(state.layer, state.head + 1));
-  for (const name of ["response", "power", "exponential", "others", "horizon"]) {
+  for (const name of ["response", "power", "exponential", "others", "horizon", "before"]) {
     $(`show-${name}`).addEventListener("change", renderResponse);
   }
   $("log-colour").addEventListener("change", renderModes);
