@@ -1,1 +1,1 @@
-"""Claims of the paper, put to the test: python -m experiments.NAME.run, from a clone."""
+"""Experiments that test the paper's claims: python -m experiments.NAME.run, from a clone."""

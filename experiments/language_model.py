@@ -2,8 +2,8 @@
 
     h = embed(tokens);  h = h + mixer(norm(h));  [h = h + mlp(norm(h))];  logits = head(norm(h))
 
-With Frac and without an MLP it is FracForCausalLM, parameter by parameter. Published attention and
-Gated DeltaNet models have an MLP in every block, Frac and Mamba models have none: `mlp_size` says.
+With Frac and without an MLP it equals FracForCausalLM, parameter by parameter. Published attention
+and Gated DeltaNet models have an MLP in every block, Frac and Mamba models none: see `mlp_size`.
 Letters: B batch, T time, E width, V vocabulary.
 """
 
@@ -27,21 +27,22 @@ from flash_frac.ops.loss.api import linear_cross_entropy
 NORM_EPS = 1e-6
 INIT_STD = 0.02
 IGNORE = -100
-# Logits in memory at once in training, over all tokens of a chunk: 0.5 GB in bfloat16.
+# Logits per chunk of tokens in training: 0.5 GB in bfloat16.
 _LOGITS_AT_ONCE = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelDesign:
-    """What a `LanguageModel` is built from.
+    """Design of a `LanguageModel`.
 
     Attributes:
-        mixer, num_heads, head_dim, options: of `experiments.baselines.make_mixer`.
+        mixer, num_heads, head_dim, options: as in `experiments.baselines.make_mixer`.
         vocab_size, hidden_size, num_layers: sizes.
         mlp_size: inner width of the SwiGLU after every mixer; 0 for none.
         tied: whether the head shares the embedding.
-        dilation: in training, time passes up to so many times as fast in a row, the same in all
-            layers, as by `FracConfig.frac_time_dilation`; for the mixer "frac".
+        dilation: largest speed-up of time in a training row, the same in all layers, as in
+            `FracConfig.frac_time_dilation`; only for the mixer "frac".
+        others: designs of single layers that differ, by index from 0; of the same hidden_size.
 
     Example:
         >>> LanguageModelDesign(
@@ -59,6 +60,7 @@ class LanguageModelDesign:
     mlp_size: int = 0
     tied: bool = True
     dilation: float = 1.0
+    others: Mapping[int, LanguageModelDesign] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):
@@ -68,6 +70,16 @@ class LanguageModelDesign:
             raise ValueError(f"mlp_size must be at least 0, got {self.mlp_size}; 0 is no MLP")
         if self.dilation != 1 and (self.mixer != "frac" or self.dilation < 1):
             raise ValueError(f"dilation must be 1, or more for frac, got {self.dilation}")
+        for number, other in self.others.items():
+            if not 0 <= number < self.num_layers or other.hidden_size != self.hidden_size:
+                raise ValueError(
+                    f"others must have numbers below num_layers ({self.num_layers}) and designs of "
+                    f"hidden_size {self.hidden_size}, got {number} and {other.hidden_size}"
+                )
+        if self.others and self.dilation != 1:
+            raise ValueError(
+                f"dilation must be 1 where others differ from frac, got {self.dilation}"
+            )
 
 
 class SwiGLU(nn.Module):
@@ -103,11 +115,11 @@ class Block(nn.Module):
 
 
 class CausalModel(nn.Module):
-    """What `loss` and `token_losses` need of a model: token embeddings, a head without a bias, and
+    """Interface that `loss` and `token_losses` need: token embeddings, a head without a bias, and
     the hidden states between them.
 
     Attributes:
-        piece: tokens of a row that are read at once in evaluation, at most; None for any number.
+        piece: most tokens of a row read at once in evaluation; None for no limit.
     """
 
     embed_tokens: nn.Embedding
@@ -119,7 +131,7 @@ class CausalModel(nn.Module):
 
         Args:
             tokens: (B, T), of any integer dtype.
-            states: those of an earlier call, to continue its rows; None to begin.
+            states: returned by an earlier call, to continue its rows; None to start new rows.
         """
         raise NotImplementedError
 
@@ -132,8 +144,8 @@ class LanguageModel(CausalModel):
     """Logits (B, T, V) of the next token at each of the tokens (B, T).
 
     Weights of Linear layers and embeddings start at N(0, 0.02) and biases of Linear layers at 0, as
-    in FracForCausalLM; all else, such as what carries time, keeps the start of its own class. The
-    parameters have the names that they have in FracForCausalLM, but for the prefix "model.".
+    in FracForCausalLM. All other parameters, such as timescales, are initialised by their own
+    class. Parameters have the same names as in FracForCausalLM, without the prefix "model.".
 
     Example:
         >>> model = LanguageModel(design)
@@ -145,7 +157,9 @@ class LanguageModel(CausalModel):
         super().__init__()
         self.design = design
         self.embed_tokens = nn.Embedding(design.vocab_size, design.hidden_size)
-        self.layers = nn.ModuleList(Block(design) for _ in range(design.num_layers))
+        self.layers = nn.ModuleList(
+            Block(design.others.get(number, design)) for number in range(design.num_layers)
+        )
         self.norm = RMSNorm(design.hidden_size, NORM_EPS)
         self.lm_head = nn.Linear(design.hidden_size, design.vocab_size, bias=False)
         for module in self.modules():
@@ -170,7 +184,7 @@ class LanguageModel(CausalModel):
 
 
 def make_model(design: LanguageModelDesign, seed: int) -> LanguageModel:
-    """A model whose weights are drawn from the seed; the generators of the caller stay untouched.
+    """A model with weights drawn from the seed; global random generators are left unchanged.
 
     Example: `make_model(design, seed=0)`
     """
@@ -180,20 +194,19 @@ def make_model(design: LanguageModelDesign, seed: int) -> LanguageModel:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters, a tied one counted once."""
+    """Number of parameters; a tied one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the targets, as `experiments.training.Loss` has it.
+    """Mean cross entropy of the targets; an `experiments.training.Loss`.
 
-    Logits are never all in memory, and nothing waits for the host, so that a CUDA graph may hold
-    it.
+    Logits are computed in chunks, and nothing syncs with the host, so a CUDA graph can capture it.
 
     Args:
         model: a `CausalModel`.
-        inputs, targets: (B, T), of any integer dtype; targets are those of the next token, -100
-            where none is asked for.
+        inputs, targets: (B, T), of any integer dtype; targets are the next tokens, or -100 to
+            ignore a position.
     """
     assert isinstance(model, CausalModel)
     chunk = max(1, _LOGITS_AT_ONCE // model.lm_head.out_features)
@@ -204,14 +217,14 @@ def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def read_pieces(model: CausalModel, tokens: Tensor, piece: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden states (B, t, E) of long rows (B, T), and the tokens (B, t) that follow each of them.
+    """Yield hidden states (B, t, E) of long rows (B, T) and the next token (B, t) of each.
 
-    Rows are read in pieces, the states carried on, so that only a piece has activations in memory.
-    The last token of a row is not read.
+    Rows are read in pieces with carried states, so only one piece has activations in memory. The
+    last token of a row is not read.
 
     Args:
         model: in eval mode.
-        piece: tokens of a row that are read at once, at most; fewer if the model says so.
+        piece: most tokens of a row read at once; the model may lower it.
     """
     states, device = None, model.lm_head.weight.device
     piece = min(piece, model.piece or piece)
@@ -224,13 +237,13 @@ def read_pieces(model: CausalModel, tokens: Tensor, piece: int) -> Iterator[tupl
 def token_losses(model: CausalModel, tokens: Tensor, piece: int) -> Tensor:
     """The loss of every token of long rows but the first, (B, T - 1), on the model's device.
 
-    Rows are read in pieces, so that only a piece has activations and logits in memory. Products
-    follow the caller's autocast but for the head's, which is in float32.
+    Rows are read in pieces, so only one piece has activations and logits in memory. Products follow
+    the caller's autocast, except for the head, which is float32.
 
     Args:
-        model: its mode is as before when this returns.
+        model: its training mode is restored afterwards.
         tokens: (B, T), of any integer dtype, on any device.
-        piece: tokens of a row that are read at once.
+        piece: tokens of a row read at once.
 
     Example:
         >>> perplexity = token_losses(model, tokens, 4096).mean().exp()

@@ -1,7 +1,6 @@
-"""Results of an experiment: a CSV file whose rows are found by their key, whole at every moment.
+"""Results of an experiment: a CSV file with rows found by key, replaced atomically.
 
-Also what all runs share: the options of their command lines, and the columns that say what rows
-were made with.
+Also shared by all runs: command-line options, and the columns for versions, machine and commit.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ Key = tuple[str, ...]
 
 
 class Table:
-    """Rows of `columns` in the file `path`; the first `num_key` columns name a row.
+    """Rows of `columns` in the file `path`; the first `num_key` columns identify a row.
 
-    Values are kept as text. The whole file is written under another name, which then replaces the
-    old one, so that an interruption loses nothing. One process may write at a time.
+    Values are kept as text. Saving writes a new file and then replaces the old one, so an
+    interruption loses nothing. Only one process may write at a time.
 
     Example:
         >>> table = Table("results.csv", ("model", "seed", "accuracy"), num_key=2)
@@ -51,7 +50,7 @@ class Table:
         return tuple(map(str, key)) in self.rows
 
     def append(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add rows, or replace those of the same key, and save."""
+        """Add rows, or replace rows with the same key, and save."""
         for row in rows:
             text = {name: "" if row[name] is None else str(row[name]) for name in self.columns}
             self.rows[self._key(text)] = text
@@ -65,30 +64,39 @@ class Table:
 def add_run_options(
     parser: argparse.ArgumentParser, *, smoke: str = "tiny runs, in seconds on a CPU"
 ) -> None:
-    """The options that every run has: where rows go, their commit, and a try on a CPU.
+    """Add the options of every run: output folder, commit, and a smoke test on a CPU.
 
     Args:
         smoke: help of --smoke.
     """
-    parser.add_argument("--out", type=Path, help="folder of results.csv; that of the experiment")
-    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--out", type=Path, help="folder of results.csv; default: the experiment's")
+    parser.add_argument("--commit", help="commit to record if git is not available")
     parser.add_argument("--smoke", action="store_true", help=smoke)
 
 
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, smoke: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Parse a command line; with --smoke, options that it does not name get the values `smoke`."""
+    if parser.parse_args(arguments).smoke:
+        parser.set_defaults(**smoke)
+    return parser.parse_args(arguments)
+
+
 def out_folder(options: argparse.Namespace, here: Path) -> Path:
-    """The folder of --out, or that of the experiment; a temporary one for a smoke test."""
+    """The folder of --out; by default the experiment's, or a temporary one for a smoke test."""
     return options.out or (Path(tempfile.mkdtemp()) if options.smoke else here)
 
 
 def made_with(
     commit: str | None, names: Sequence[str] = ("commit", "machine", "torch")
 ) -> dict[str, Any]:
-    """The columns that say what rows were made with, by name: versions, machine and commit.
+    """Provenance columns by name: versions, machine and commit.
 
-    Call it before the first row is written: from then on the tree differs from its commit.
+    Call it before the first row is written, because that makes the work tree dirty.
 
     Args:
-        commit: as given by --commit; that of this repository if None.
+        commit: value of --commit; this repository's if None.
     """
     known = provenance()
     known["commit"] = commit or known["commit"] or "unknown"

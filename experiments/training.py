@@ -1,8 +1,8 @@
-"""Train small models side by side: on a GPU each is a CUDA graph replayed in a stream of its own.
+"""Train small models side by side: on a GPU each is a CUDA graph replayed in its own stream.
 
-A step of a small model costs more to launch than to compute. Its graph takes the batch from data on
-the device by a counter that is there too, so that a replay is a whole step: batch, loss, gradients,
-clipping, learning rate and AdamW. Several models then share the GPU without waiting for the host.
+A step of a small model takes longer to launch than to compute. Data and step counter are on the
+device, so one replay is a whole step: batch, loss, gradients, clipping, learning rate and AdamW.
+Several models then share the GPU without waiting for the host.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-# Steps taken before a graph is captured, which must find every buffer in its place.
+# Steps before a graph is captured, which needs all buffers to be allocated.
 _EAGER_STEPS = 3
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-# Changes the model before a step of this number, from 0; True if its step is another from then on.
+# Called with the step number, from 0, before each step; returns True if it changed the model.
 Schedule = Callable[[nn.Module, int], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimisation:
-    """AdamW and the course of its learning rate.
+    """AdamW and its learning-rate schedule.
 
     Attributes:
-        lr: the highest learning rate.
-        weight_decay: of matrices; of biases, norms and scalars too if `decay_all`.
-        steps, batch_size: how long, and how many rows at a time.
+        lr: peak learning rate.
+        weight_decay: for matrices; also for biases, norms and scalars if `decay_all`.
+        steps, batch_size: number of steps, and rows per step.
         schedule: "cosine" from lr to min_lr, or "constant"; both after the warm-up.
-        warmup: share of the steps in which the learning rate rises from 0.
-        clip: largest norm of all gradients together; None for no clipping.
+        warmup: fraction of the steps in which the learning rate rises from 0.
+        clip: maximum global gradient norm; None for no clipping.
         bfloat16: compute in mixed precision; weights stay float32.
     """
 
@@ -69,10 +69,10 @@ class Optimisation:
 
 
 def training_device(name: str | None = None) -> torch.device:
-    """The device of this name, or a GPU if there is one.
+    """The named device; by default a GPU if available.
 
-    On a GPU products of float32 are TF32 from then on: in float32 throughout they would take more
-    time than all else in baselines that are plain torch.
+    On a GPU this turns TF32 on for float32 products: in full float32 they would take most of the
+    time of the plain-torch baselines.
     """
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
@@ -81,7 +81,7 @@ def training_device(name: str | None = None) -> torch.device:
 
 
 def shuffled_order(num_rows: int, steps: int, batch_size: int, seed: int) -> Tensor:
-    """Which rows each step takes, (steps, batch_size): every epoch in an order of its own."""
+    """Row indices of each step, (steps, batch_size); every epoch has its own random order."""
     if num_rows < batch_size:
         raise ValueError(f"batch_size must be at most the {num_rows} rows, got {batch_size}")
     generator = torch.Generator().manual_seed(seed)
@@ -95,16 +95,15 @@ def shuffled_order(num_rows: int, steps: int, batch_size: int, seed: int) -> Ten
 
 
 class Training:
-    """One model on its way: `advance` takes steps, whose losses are in `losses` (steps,).
+    """Training of one model: `advance` takes steps and records their `losses` (steps,).
 
     Args:
         model: on the device of the data.
-        loss: of the model on inputs and targets of a batch.
-        inputs, targets: all rows, on the device; rows of whole numbers may be of any integer dtype.
-        order: (steps, batch_size) rows of each step.
-        optimisation: the rest.
-        schedule: called before every step; when it says that it changed the model, the graph is
-            recorded again.
+        loss: function of the model, and of inputs and targets of a batch.
+        inputs, targets: all rows, on the device; integer rows may have any integer dtype.
+        order: (steps, batch_size) row indices of each step.
+        optimisation: optimizer settings.
+        schedule: called before every step; if it returns True, the graph is captured again.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Training:
         rows = self.order.index_select(0, self.counter)[0]
         inputs, targets = self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
         self.optimizer.zero_grad(set_to_none=True)
-        # Without its cache, whose casts would outlive the graph that made them.
+        # Without autocast's cache, whose casts would outlive the graph that made them.
         half = self.optimisation.bfloat16
         with torch.autocast(inputs.device.type, torch.bfloat16, half, cache_enabled=False):
             loss = self.loss(self.model, inputs, targets)
@@ -165,11 +164,11 @@ class Training:
             self._step()
 
     def advance(self, num_steps: int) -> None:
-        """Take `num_steps` more; on a GPU they are queued, and `finish` waits for them."""
+        """Take `num_steps` more steps; on a GPU they are queued, and `finish` waits for them."""
         in_stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         for _ in range(min(num_steps, self.optimisation.steps - self.taken)):
             if self.schedule is not None and self.schedule(self.model, self.taken):
-                # Also gives the old graph's memory back.
+                # Also frees the old graph's memory.
                 self.finish()
                 self._record_at = self.taken + _EAGER_STEPS
             if self.stream is not None and self.taken == self._record_at:
@@ -187,17 +186,17 @@ class Training:
         return self.taken >= self.optimisation.steps
 
     def finish(self) -> None:
-        """Wait for all steps that were taken; give the graph's memory back."""
+        """Wait for all queued steps; free the graph's memory."""
         if self.stream is not None:
             self.stream.synchronize()
         self.graph = None
 
 
 class Recorded:
-    """A function without arguments, which gives a tensor; on a GPU a graph from its second call on.
+    """A function without arguments that returns a tensor; on a GPU a graph from its second call on.
 
-    For what is done again and again beside training, such as a test after every epoch. The function
-    may not wait for the device.
+    For repeated work beside training, such as a test after every epoch. The function must not sync
+    with the device.
     """
 
     def __init__(self, function: Callable[[], Tensor], stream: torch.cuda.Stream | None) -> None:
@@ -207,11 +206,11 @@ class Recorded:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """The result, when it is there; the next call may overwrite it."""
+        """Wait for the result and return it; the next call may overwrite it."""
         if self.stream is None:
             return self.function()
         if self._result is None:
-            # The first call compiles kernels, which a recording cannot.
+            # The first call compiles kernels, which is impossible during capture.
             with torch.cuda.stream(self.stream):
                 self._result = self.function()
         else:
@@ -232,11 +231,11 @@ def train_side_by_side(
     after: Callable[[Training], bool] | None = None,
     every: int = 100,
 ) -> None:
-    """Take all steps of all trainings, in turns.
+    """Run all trainings to their end, in turns.
 
     Args:
-        after: called for each training after every `every` steps and at its end, when its steps are
-            done on the device; True stops it early.
+        after: called for each training after every `every` steps and at its end, once the device
+            has finished them; returning True stops that training early.
     """
     running = list(trainings)
     while running:

@@ -1,9 +1,9 @@
-"""Perplexity of Frac without each of its parts, on the RFCs, at the length of training and at 16K.
+"""Perplexity of Frac without each of its parts, on the RFCs, at the training length and at 16K.
 
     python -m experiments.ablation.run --corpus data/rfc_tokens [--variants baseline alpha_1 ...]
 
 The corpus, the training and the held-out documents are those of experiments/long_documents. A
-variant's rows go to results.csv when it is done, and one that is there is not trained again.
+variant's rows go to results.csv when it is done; a variant that has rows is not trained again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from experiments.ablation.variants import VARIANTS, make_variant
 from experiments.language_model import LanguageModel
 from experiments.long_documents import study
 from experiments.long_documents.run import STEPS
-from experiments.table import out_folder
+from experiments.table import out_folder, parse_options
 
 HERE = Path(__file__).parent
 LENGTHS = [4096, 16384]
@@ -27,10 +27,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     study.add_options(parser, steps=STEPS)
-    options = parser.parse_args(arguments)
-    if options.smoke:
-        study.shrink(options)
-    return options
+    return parse_options(parser, arguments, study.SMOKE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

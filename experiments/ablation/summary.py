@@ -1,7 +1,7 @@
 """results.csv as a table: python -m experiments.ablation.summary [--steps S] [--out FOLDER]
 
 Mean and standard deviation over seeds, the change from the baseline in percent, and the paper's
-perplexities (390M parameters, 30B tokens, other documents) with their changes beside.
+perplexities (390M parameters, 30B tokens, other documents) with their changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flash_frac.drawing import short
 
 
 def changes(found: Mapping[str, Runs], length: int) -> dict[str, list[float]]:
-    """Change of the perplexity from the baseline's, percent, seed by seed that both have."""
+    """Change in perplexity from the baseline in percent, for each seed that both have."""
     by_seed = {
         name: runs.by_seed("perplexity", "perplexity").get(length, {})
         for name, runs in found.items()
@@ -36,7 +36,7 @@ def seed_spread(found: Mapping[str, Runs], length: int) -> float | None:
 
 
 def paper_change(name: str) -> float | None:
-    """Mean over DATASETS of the paper's change from its baseline, percent; None if not there."""
+    """Mean over DATASETS of the paper's change from its baseline, percent; None if unpublished."""
     ours, base = VARIANTS[name].paper, VARIANTS[BASELINE].paper
     if ours is None or base is None:
         return None

@@ -1,8 +1,8 @@
 """The rows of the ablation: what each changes in Frac, and what the paper found.
 
 A row is a set of options of FracMixer and of ControlSettings; nothing else differs. The paper does
-not say which law of independent timescales it starts from (here log-uniform), nor what takes the
-place of the softmax (here the logits themselves; "sigmoid" is a row of ours).
+not give the initial distribution of independent timescales (here log-uniform), nor what replaces
+the softmax (here the logits themselves; "sigmoid" is a row of ours).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from experiments.baselines import PAPER_CLOCK
 from experiments.heavy_tail.model import EARLY, EARLY_SETTINGS
 from experiments.language_model import LanguageModel, LanguageModelDesign, make_model
 from experiments.long_documents.models import fitted, frac_design
@@ -26,10 +27,9 @@ class Variant:
 
     Attributes:
         label: its name in tables.
-        options, settings: what it gives FracMixer and ControlSettings beside the baseline's.
-        dilation: in training, time passes up to so many times as fast
-            (`FracConfig.frac_time_dilation`).
-        paper: perplexity at 16K of 390M parameters on DATASETS, if it is a row of the paper.
+        options, settings: for FracMixer and ControlSettings, on top of the baseline's.
+        dilation: largest speed-up of time in training (`FracConfig.frac_time_dilation`).
+        paper: perplexity at 16K with 390M parameters on DATASETS, if the paper has this row.
     """
 
     label: str
@@ -64,10 +64,12 @@ VARIANTS = {
     "no_D": Variant(label="w/o D", options={"use_D": False}, paper=(70.9, 46.4, 23.6)),
     "modes_8": Variant(label="M = 8", options={"num_modes": 8}, paper=(51.4, 33.9, 14.5)),
     "modes_32": Variant(label="M = 32", options={"num_modes": 32}, paper=(47.9, 29.1, 10.6)),
-    # What the paper's text leaves open.
+    # As in the paper's text, where the authors' code differs.
+    "paper_clock": Variant(label="the paper's clock", settings=PAPER_CLOCK),
+    # Choices that the paper's text leaves open.
     "exact_zoh": Variant(label="β = (1 - ρ) / λ", settings={"beta": "exact_zoh"}),
     "sigmoid": Variant(label="sigmoid R/W", settings={"normalization": "sigmoid"}),
-    # What we would change.
+    # Changes that we propose.
     "exact_prior": Variant(label="exact prior", settings={"prior": "exact"}),
     "optimised_bank": Variant(label="optimised bank", options=_BANK),
     "exact_prior_and_bank": Variant(
@@ -86,7 +88,7 @@ PAPER_ROWS = tuple(name for name, variant in VARIANTS.items() if variant.paper i
 
 
 def design(name: str) -> LanguageModelDesign:
-    """The 30M model of a row of VARIANTS."""
+    """The model of a row of VARIANTS, 30M parameters without embeddings."""
     variant = VARIANTS[name]
     plain = frac_design(variant.options, variant.settings)
     return replace(plain, dilation=variant.dilation)

@@ -1,7 +1,7 @@
-"""The mixers that Frac is compared with, in plain torch and with the interface of `FracMixer`.
+"""The baselines of Frac: mixers in plain torch with the interface of `FracMixer`.
 
 mixer    = make_mixer("mamba2", 160, num_heads=8, head_dim=40)
-y, state = mixer(x)                     a sequence from its beginning
+y, state = mixer(x)                     a sequence from its start
 y, state = mixer(x, state=state)        its continuation, in pieces of any length
 state    = absorb(mixer, x, state)      the state alone, at less cost
 """
@@ -9,6 +9,7 @@ state    = absorb(mixer, x, state)      the state alone, at less cost
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,10 +30,17 @@ MIXERS: dict[str, type[nn.Module]] = {
 }
 
 
+# Maps of the paper's text, where the authors' code differs; docs/maths.md, section 5. alpha must
+# not be 0, so its range starts just above.
+PAPER_CLOCK: Mapping[str, Any] = MappingProxyType(
+    {"lambda_map": "softplus", "alpha_min": 0.001, "alpha_max": 1.0}
+)
+
+
 def make_mixer(
     name: str, hidden_size: int, *, num_heads: int, head_dim: int, **options: Any
 ) -> nn.Module:
-    """A mixer by its name in `MIXERS`; `options` are those of its class.
+    """A mixer by its name in `MIXERS`; `options` are passed to its class.
 
     Example:
         >>> mixer = make_mixer("mamba2", 160, num_heads=8, head_dim=40, state_size=64)
@@ -43,7 +51,7 @@ def make_mixer(
 
 
 def mixer_of(design: Any, hidden_size: int) -> nn.Module:
-    """The mixer of a design, which has the fields `mixer`, `num_heads`, `head_dim`, `options`."""
+    """The mixer of a design with the fields `mixer`, `num_heads`, `head_dim` and `options`."""
     sizes = {"num_heads": design.num_heads, "head_dim": design.head_dim}
     return make_mixer(design.mixer, hidden_size, **sizes, **design.options)
 
@@ -51,7 +59,7 @@ def mixer_of(design: Any, hidden_size: int) -> nn.Module:
 def published_frac(
     options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Options of FracMixer as in the published 1.3B model, with others of it and of its settings.
+    """Options of FracMixer as in the published 1.3B model, with the given options and settings.
 
     Example: `make_mixer("frac", 128, num_heads=6, head_dim=32, **published_frac())`
     """
@@ -61,9 +69,9 @@ def published_frac(
 
 
 def absorb(mixer: nn.Module, x: Tensor, state: Any = None, **options: Any) -> Any:
-    """The state of a mixer after x (B, T, E), by the cheapest way that the mixer has.
+    """The state of a mixer after x (B, T, E), computed as cheaply as the mixer can.
 
-    `options` are those of the mixer's own method, such as `elapsed` of Frac.
+    `options` are passed to the mixer's method, such as `elapsed` for Frac.
     """
     method = getattr(mixer, "absorb", None)
     return (
@@ -73,6 +81,7 @@ def absorb(mixer: nn.Module, x: Tensor, state: Any = None, **options: Any) -> An
 
 __all__ = [
     "MIXERS",
+    "PAPER_CLOCK",
     "Attention",
     "AttentionState",
     "Frac",

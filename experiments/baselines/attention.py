@@ -31,17 +31,16 @@ class AttentionState(NamedTuple):
 
 
 class Attention(Mixer):
-    """Multi-head causal attention; the feed-forward part of a block is not in here.
+    """Multi-head causal attention, without the MLP of a block.
 
     Args:
         hidden_size: width E of input and output.
         num_heads: H.
         head_dim: D, even with rotary positions.
         bias: whether the four projections have a bias.
-        rope: whether queries and keys are rotated; without, it knows no positions.
+        rope: whether queries and keys are rotated; otherwise there are no positions.
         rope_theta: base of the rotations' wavelengths.
-        qk_norm: whether each head's queries and keys are normed by their root mean square, as in
-            Qwen3.
+        qk_norm: whether each head's queries and keys go through an RMS norm, as in Qwen3.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Attention(Mixer):
         return self.o_proj(y.transpose(1, 2).flatten(-2)), state
 
     def absorb(self, x: Tensor, *, state: AttentionState | None = None) -> AttentionState:
-        """The state after x (B, T, E), as `forward` has it, without any outputs."""
+        """The same state after x (B, T, E) as `forward` returns, without computing outputs."""
         past = 0 if state is None else state.num_tokens
         shape = (self.num_heads, past, self.head_dim)
         self.check(x, state, keys=shape, values=shape)
@@ -106,9 +105,9 @@ class Attention(Mixer):
         return x.unflatten(-1, (self.num_heads, -1))
 
     def _rotate(self, x: Tensor, position: int) -> Tensor:
-        """Turn channels i and i + D / 2 of (B, H, T, D) by an angle linear in the position."""
+        """Rotate channels i and i + D / 2 of (B, H, T, D) by an angle linear in the position."""
         half = self.head_dim // 2
-        # In float64, because at position 131072 an angle in float32 is off by a hundredth.
+        # In float64, because at position 131072 a float32 angle is off by a hundredth.
         exponent = torch.arange(half, dtype=torch.float64, device=x.device) / half
         steps = torch.arange(position, position + x.shape[2], device=x.device)
         angle = steps[:, None] * self.rope_theta**-exponent

@@ -1,4 +1,4 @@
-"""FracMixer with `absorb`, as the other mixers have it.
+"""FracMixer with `absorb`, like the other mixers.
 
 Letters: B batch, T time, E width.
 """
@@ -12,14 +12,14 @@ from flash_frac.ops.context_parallel import summarize
 
 
 class Frac(FracMixer):
-    """A `FracMixer` that can also take a sequence in without computing what it would answer."""
+    """A `FracMixer` that can also absorb a sequence without computing outputs."""
 
     def absorb(
         self, x: Tensor, *, state: MixerState | None = None, elapsed: Tensor | None = None
     ) -> MixerState:
-        """The state after x (B, T, E): each token's input, times all decay after it.
+        """The state after x (B, T, E): the sum of each token's input times all decay after it.
 
-        In plain torch, because one product over all tokens gives it. `elapsed` as in `forward`.
+        In plain torch: it is a single product over all tokens. `elapsed` as in `forward`.
         """
         u, _, controls, window = self.scan_inputs(x, state=state, elapsed=elapsed)
         added, kept = summarize(u, controls.write, controls.log_decay)

@@ -1,6 +1,6 @@
 """Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024): the library's `DeltaMixer`.
 
-Its weights begin as those of flash-linear-attention's layer do, which are torch's own.
+Its weights have torch's default initialisation, as in flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class GatedDeltaNet(DeltaMixer):
         hidden_size: width E of input and output.
         num_heads: H.
         head_dim: K, channels of queries and keys.
-        expand_v: D / K, channels of values; head_dim * expand_v must be whole.
+        expand_v: D / K, for the value channels; head_dim * expand_v must be an integer.
     """
 
     def __init__(

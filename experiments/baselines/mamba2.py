@@ -50,30 +50,37 @@ class Mamba2(Mixer):
         self.norm = GatedRMSNorm(self.inner_size, NORM_EPS)
         self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, *, state: MixerState | None = None) -> tuple[Tensor, MixerState]:
-        """Mix (B, T, E), or continue from a state: y (B, T, E) and the state after it."""
+    def forward(
+        self, x: Tensor, *, state: MixerState | None = None, elapsed: Tensor | None = None
+    ) -> tuple[Tensor, MixerState]:
+        """Mix (B, T, E), or continue from a state: y (B, T, E) and the state after it.
+
+        elapsed (B, T), positive, is the time before each token; it multiplies the token's dt.
+        """
         self._check(x, state)
         sizes = [self.inner_size, self.conv_size, self.num_heads]
         gate, xbc, dt = self.in_proj(x).split(sizes, -1)
-        q, k, v, dt, log_decay, window = self._scan_inputs(xbc, dt, state)
+        q, k, v, dt, log_decay, window = self._scan_inputs(xbc, dt, state, elapsed)
         with torch.autocast(x.device.type, enabled=False):
             y, recurrent = ssd(q, k, v * dt[..., None], log_decay, state=_grouped(state))
             y = torch.addcmul(y, v, self.D.to(y.dtype)[:, None]).squeeze(1)
         y = self.out_proj(self.norm(y.contiguous(), gate))
         return y, MixerState(recurrent[:, 0].transpose(1, 2), window)
 
-    def absorb(self, x: Tensor, *, state: MixerState | None = None) -> MixerState:
-        """The state after x (B, T, E), as `forward` has it, without any outputs."""
+    def absorb(
+        self, x: Tensor, *, state: MixerState | None = None, elapsed: Tensor | None = None
+    ) -> MixerState:
+        """The same state after x (B, T, E) as `forward` returns, without computing outputs."""
         self._check(x, state)
         rest = F.linear(x, self.in_proj.weight[self.inner_size :])
         xbc, dt = rest.split([self.conv_size, self.num_heads], -1)
-        _, k, v, dt, log_decay, window = self._scan_inputs(xbc, dt, state)
+        _, k, v, dt, log_decay, window = self._scan_inputs(xbc, dt, state, elapsed)
         with torch.autocast(x.device.type, enabled=False):
             recurrent = ssd_state(k, v * dt[..., None], log_decay, state=_grouped(state))
         return MixerState(recurrent[:, 0].transpose(1, 2), window)
 
     def _scan_inputs(
-        self, xbc: Tensor, dt: Tensor, state: MixerState | None
+        self, xbc: Tensor, dt: Tensor, state: MixerState | None, elapsed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """C, B (B, 1, T, N), x (B, 1, T, H, D), dt and log_decay (B, 1, T, H), and the window."""
         window = None if state is None else state.conv
@@ -82,6 +89,8 @@ class Mamba2(Mixer):
         sizes = [self.inner_size, self.state_size, self.state_size]
         v, k, q = u.to(dtype)[:, None].split(sizes, -1)
         dt = F.softplus(dt.to(dtype) + self.dt_bias)[:, None]
+        if elapsed is not None:
+            dt = dt * elapsed.to(dtype)[:, None, :, None]
         log_decay = -dt * self.A_log.to(dtype).exp()
         return q, k, v.unflatten(-1, (self.num_heads, -1)), dt, log_decay, window
 
@@ -91,5 +100,5 @@ class Mamba2(Mixer):
 
 
 def _grouped(state: MixerState | None) -> Tensor | None:
-    """(B, H, N, D) as `ssd` takes it, (B, 1, N, H, D)."""
+    """Convert (B, H, N, D) to the layout of `ssd`, (B, 1, N, H, D)."""
     return None if state is None else state.recurrent.transpose(1, 2)[:, None]

@@ -3,14 +3,14 @@
     z, x, B, C, dt, rate, trap, angle = in_proj(input)
     dt        = softplus(dt + dt_bias)            log_decay = -dt max(tail(rate), 1e-4)
     theta[t]  = theta[t - 1] + pi tanh(angle[t]) dt[t]
-    k, q      = RMSNorm(B) + B_bias, RMSNorm(C) + C_bias, pairs of channels turned by theta
+    k, q      = RMSNorm(B) + B_bias, RMSNorm(C) + C_bias, pairs of channels rotated by theta
     now, last = dt sigmoid(trap), dt (1 - sigmoid(trap))
     S[t]      = exp(log_decay[t]) (S[t - 1] + last[t] k[t - 1] x[t - 1]^T) + now[t] k[t] x[t]^T
     output    = out_proj((S^T q + D x) silu(z))
 
-with tail(r) = 1 + r for r >= 0 and 1 / (1 - r) below. The two taps of an input, now and at the next
-token, are one write of weight now[t] + last[t + 1] for all later outputs, so that the scan is that
-of Mamba2 but for its diagonal. Parameters have the names, shapes and initial values of
+with tail(r) = 1 + r for r >= 0 and 1 / (1 - r) below. For all later outputs, the two taps of an
+input, now and at the next token, are one write of weight now[t] + last[t + 1], so the scan is that
+of Mamba2 except for its diagonal. Parameters have the names, shapes and initial values of
 state-spaces/mamba.
 
 Letters: B batch, T time, E width, H heads, D head channels, I = H D, N state size, A angles.
@@ -34,7 +34,7 @@ NORM_EPS = 1e-5
 
 
 class Mamba3State(NamedTuple):
-    """The state (B, H, N, D), theta in [0, 2 pi) (B, H, A), and k and x (B, H, N or D) before."""
+    """The state (B, H, N, D), theta in [0, 2 pi) (B, H, A), and the last k and x (B, H, N or D)."""
 
     recurrent: Tensor
     theta: Tensor
@@ -43,9 +43,9 @@ class Mamba3State(NamedTuple):
 
 
 class _ScanInputs(NamedTuple):
-    """k (B, H, T, N), turned, x (B, H, T, D); log_decay, now, write (B, H, T); theta; first state.
+    """k (B, H, T, N), rotated, x (B, H, T, D); log_decay, now, write (B, H, T); theta; first state.
 
-    write is now[t] + last[t + 1], without the second at the end, where the next is unknown.
+    write is now[t] + last[t + 1]; the last token has only now[t], because the next is unknown.
     """
 
     k: Tensor
@@ -65,7 +65,7 @@ class Mamba3(Mixer):
         num_heads: H.
         head_dim: D; the inner width I = H D is usually 2 E.
         state_size: N, even.
-        rope_fraction: share of the N channels that turn, 0.5 or 1.
+        rope_fraction: share of the N channels that are rotated, 0.5 or 1.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Mamba3(Mixer):
         self.sizes = [self.inner_size, state_size, state_size, *(num_heads,) * 3, self.num_angles]
         self.in_proj = nn.Linear(hidden_size, self.inner_size + sum(self.sizes), bias=False)
         self.dt_bias = initial_dt_bias(num_heads)
-        # The axis of one is that of the published shape, for inputs and outputs of a head.
+        # The axis of size 1 matches the published shape, for inputs and outputs of a head.
         self.B_bias = nn.Parameter(torch.ones(num_heads, 1, state_size))
         self.C_bias = nn.Parameter(torch.ones(num_heads, 1, state_size))
         self.B_norm = RMSNorm(state_size, NORM_EPS)
@@ -110,14 +110,14 @@ class Mamba3(Mixer):
             y, recurrent = ssd(
                 q, s.k, written, s.log_decay[..., None], state=s.first, diagonal=False
             )
-            # Turning both by the same angle leaves their product alone.
+            # Rotating both by the same angle leaves their product unchanged.
             direct = (q * s.k).sum(-1) * s.now + self.D[:, None]
             y = torch.addcmul(y.squeeze(3), s.x, direct[..., None])
         y = y.transpose(1, 2).flatten(-2).to(gate.dtype) * F.silu(gate)
         return self.out_proj(y), _state_after(s, recurrent)
 
     def absorb(self, x: Tensor, *, state: Mamba3State | None = None) -> Mamba3State:
-        """The state after x (B, T, E), as `forward` has it, without any outputs."""
+        """The same state after x (B, T, E) as `forward` returns, without computing outputs."""
         self._check(x, state)
         s = self._scan_inputs(F.linear(x, self.in_proj.weight[self.inner_size :]), state)
         with torch.autocast(x.device.type, enabled=False):
@@ -152,8 +152,8 @@ class Mamba3(Mixer):
     def _theta(self, angle: Tensor, dt: Tensor, state: Mamba3State | None) -> Tensor:
         """Angles (B, H, T, A) so far, in [0, 2 pi), from those (B, T, A) of the tokens."""
         step = math.pi * angle.tanh().mT[:, None] * dt[:, :, None]
-        # Summed in float64, because there are thousands of turns in a long sequence; along the
-        # last axis, because along another a GPU sums token by token.
+        # Summed in float64, because a long sequence has thousands of turns; along the last axis,
+        # because along any other a GPU sums token by token.
         theta = step.double().cumsum(-1)
         if state is not None:
             theta = theta + state.theta[..., None]
@@ -171,7 +171,7 @@ class Mamba3(Mixer):
 
 
 def _turn(x: Tensor, theta: Tensor) -> Tensor:
-    """Turn the first A pairs of neighbouring channels of x (B, H, T, N) by theta (B, H, T, A)."""
+    """Rotate the first A pairs of adjacent channels of x (B, H, T, N) by theta (B, H, T, A)."""
     turning, still = x.tensor_split([2 * theta.shape[-1]], -1)
     pairs = torch.view_as_complex(turning.unflatten(-1, (-1, 2)))
     turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(theta), theta))

@@ -1,4 +1,4 @@
-"""The base class of the baselines, and the start of their time steps.
+"""The base class of the baselines, and the initialisation of their time steps.
 
 Letters: B batch, T time, E width, H heads, D head channels.
 """
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 
 class Mixer(nn.Module):
-    """The sizes that every baseline has, and the checks of what it is given.
+    """Sizes and input checks of every baseline.
 
     Args:
         hidden_size: width E of input and output.
         num_heads: H.
         head_dim: D.
-        sizes: further sizes that must be at least 1, by their names.
+        sizes: further sizes that must be at least 1, by name.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, **sizes: int) -> None:
@@ -31,10 +31,10 @@ class Mixer(nn.Module):
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
 
     def check(self, x: Tensor, state: Any, **shapes: tuple[int, ...]) -> None:
-        """Raise unless x is (B, T, E) with at least one token, and the state's tensors fit it.
+        """Raise unless x is (B, T, E) with at least one token, and the state matches it.
 
         Args:
-            shapes: of the state's tensors without their first axis, B, by their names.
+            shapes: of the state's tensors without their first axis, B, by name.
         """
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must have shape (B, T, {self.hidden_size}), got {tuple(x.shape)}")

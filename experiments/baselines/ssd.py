@@ -3,8 +3,8 @@
     S[t] = exp(log_decay[t]) S[t - 1] + k[t] v[t]^T        y[t] = S[t]^T q[t]
 
 Heads come in G groups of R that share q and k: all heads in one group (Mamba2, G = 1), or each its
-own group (Mamba3, R = 1). Within a chunk, y is a masked product of scores; between chunks, the
-states are passed on in a loop, one fused multiply-add a chunk.
+own group (Mamba3, R = 1). Within a chunk, y is a masked product of scores; a loop passes states
+from chunk to chunk, with one fused multiply-add per chunk.
 
 Letters: B batch, T time, G groups, R heads of a group, N state size, D head channels, C chunk.
 """
@@ -19,12 +19,12 @@ MAX_CHUNK = 64
 
 
 def chunk_length(num_tokens: int) -> int:
-    """C: a power of two, 64 for all but short sequences."""
+    """Chunk size C: a power of two, 64 for all but short sequences."""
     return min(MAX_CHUNK, 1 << (num_tokens - 1).bit_length())
 
 
 def split_chunks(x: Tensor, *, dim: int, chunk: int) -> Tensor:
-    """Axis `dim` of T tokens as two axes (chunks, C), padded with zeros at the end."""
+    """Split axis `dim` of T tokens into two axes (chunks, C), zero-padded at the end."""
     missing = -x.shape[dim] % chunk
     if missing:
         x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
@@ -32,16 +32,16 @@ def split_chunks(x: Tensor, *, dim: int, chunk: int) -> Tensor:
 
 
 def decay_to_end(log_decay: Tensor) -> Tensor:
-    """Decay after each token until the last, (..., T) as the argument, summed from the end.
+    """Decay after each token until the last, (..., T) like the argument, summed from the end.
 
-    There the weights are large, and so they are exact where they matter; along the last axis,
-    because along another a GPU sums token by token.
+    Near the end weights are large, so they are accurate where it matters. The sum is along the
+    last axis, because along any other a GPU sums token by token.
     """
     return F.pad(log_decay[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
 
 
 def decay_between(since_start: Tensor, *, diagonal: bool = True) -> Tensor:
-    """Decay (..., C, C) from the tokens of the last axis to those of the one before, 0 backwards.
+    """Decay (..., C, C) from tokens of the last axis to those of the axis before; 0 backwards.
 
     Args:
         since_start: (..., C) running sums of log decays.
@@ -49,8 +49,8 @@ def decay_between(since_start: Tensor, *, diagonal: bool = True) -> Tensor:
     """
     size = since_start.shape[-1]
     ones = torch.ones(size, size, dtype=torch.bool, device=since_start.device)
-    # Masked before the exponential: after it, inf * 0 would be NaN in the gradient. The diagonal
-    # too, whose gradients would cancel but for their rounding.
+    # Masked before the exponential: after it, inf * 0 would be NaN in the gradient. So is the
+    # diagonal, whose gradients would cancel only up to rounding.
     between = since_start[..., :, None] - since_start[..., None, :]
     decay = between.masked_fill(ones.triu(), -torch.inf).exp()
     return decay + torch.eye(size, dtype=decay.dtype, device=decay.device) if diagonal else decay
@@ -68,11 +68,11 @@ def ssd(
     """Outputs and last state of the recurrence above.
 
     Args:
-        q, k: (B, G, T, N), float32 or float64, as all the others.
+        q, k: (B, G, T, N), float32 or float64, like all other inputs.
         v: (B, G, T, R, D).
         log_decay: (B, G, T, R), at most 0.
         state: (B, G, N, R, D) before the first token; zeros if None.
-        diagonal: whether y[t] holds the term of token t itself, (q[t] . k[t]) v[t].
+        diagonal: whether y[t] includes the term of token t itself, (q[t] . k[t]) v[t].
 
     Returns:
         y (B, G, T, R, D) and the state after the last token.
@@ -100,14 +100,14 @@ def ssd(
 def _within_chunks(
     q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, *, diagonal: bool
 ) -> Tensor:
-    """What tokens of the same chunk give: (B, G, chunks, C, R, D)."""
+    """Outputs from tokens of the same chunk: (B, G, chunks, C, R, D)."""
     decay = decay_between(since_start.mT, diagonal=diagonal)
     scores = (q @ k.mT)[..., None, :, :] * decay
     return (scores @ v.transpose(-3, -2)).transpose(-3, -2)
 
 
 def ssd_state(k: Tensor, v: Tensor, log_decay: Tensor, *, state: Tensor | None = None) -> Tensor:
-    """The last state of `ssd`, by one product over time; arguments as there."""
+    """The last state of `ssd`, by one product over time, with the same arguments."""
     weight = decay_to_end(log_decay.mT).mT
     added = (k.mT @ (v * weight[..., None]).flatten(-2)).unflatten(-1, v.shape[-2:])
     if state is None:

@@ -1,11 +1,11 @@
-"""Rows of a genome as HyenaDNA makes them: FASTA, intervals of a BED file, one token a base.
+"""Rows of a genome as in HyenaDNA: FASTA, intervals of a BED file, one token per base.
 
     read_fasta -> ids of every chromosome       read_bed or split_by_position -> intervals
-    windows    -> what of each interval is read make_rows -> (N, L) ids, ready for a model
+    windows    -> parts of an interval to read  make_rows -> (N, L) ids, ready for a model
 
 The ids are HyenaDNA's: [SEP] 1, [PAD] 4, [UNK] 6, A 7, C 8, G 9, T 10, N 11. A row of length L is
-L - 1 bases and [SEP] (or L bases), of which all but the first are predicted. A row that the end of
-a chromosome cuts short is filled up with [PAD] on the left, which is never asked for.
+L - 1 bases and [SEP] (or L bases); all but the first are predicted. A row cut short by the end of a
+chromosome is filled with [PAD] on the left, which is never predicted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flash_frac.data.tokenizer import DNA_LETTERS, DNA_SPECIAL
 
 SEP, PAD, UNKNOWN = (DNA_SPECIAL.index(name) for name in ("[SEP]", "[PAD]", "[UNK]"))
 A, C, G, T, N = (len(DNA_SPECIAL) + i for i in range(len(DNA_LETTERS)))
-# A multiple of 8, as HyenaDNA pads its 12 ids.
+# HyenaDNA's 12 ids, padded to a multiple of 8.
 VOCAB_SIZE = 16
 SPLITS = ("train", "valid", "test")
-# Of the intervals in HyenaDNA's BED file.
+# Size of the intervals in HyenaDNA's BED file.
 INTERVAL = 131_072
 
 Genome = Mapping[str, np.ndarray]
@@ -45,10 +45,10 @@ class RowSettings(NamedTuple):
 
     Attributes:
         length: L, ids of a row.
-        mode: "hyenadna", one window an interval, or "subsegment", as many as fit; see `windows`.
+        mode: "hyenadna", one window per interval, or "subsegment", as many as fit; see `windows`.
         eos: whether [SEP] is the last id of a row.
-        unknown: "keep" an N as a token like another, as HyenaDNA does in training, or make it
-            "pad", which is read as [PAD] and never asked for, as in HyenaDNA's fixed test set.
+        unknown: "keep" N as an ordinary token, as HyenaDNA does in training; or "pad": replace it
+            by [PAD], which is never predicted, as in HyenaDNA's fixed test set.
     """
 
     length: int
@@ -93,14 +93,14 @@ def read_fasta(path: str | Path, *, upper: bool = True) -> dict[str, np.ndarray]
         name = header.split()[0].decode() if header.split() else ""
         if not name or name in genome:
             raise ValueError(
-                f"{path}: every header must have a name of its own, got {name!r}; rename one"
+                f"{path}: every header must have a distinct name, got {name!r}; rename one"
             )
         genome[name] = encode(body.translate(None, b"\r\n \t"), upper=upper)
     return genome
 
 
 def read_bed(path: str | Path) -> dict[str, list[Interval]]:
-    """Intervals of each split: lines of chromosome, start, end and split, with tabs between."""
+    """Intervals of each split, from tab-separated lines of chromosome, start, end and split."""
     intervals: dict[str, list[Interval]] = {split: [] for split in SPLITS}
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         if not line.strip():
@@ -122,14 +122,14 @@ def split_by_position(
     shares: Sequence[float] = (0.8, 0.1, 0.1),
     max_unknown: float = 0.0,
 ) -> dict[str, list[Interval]]:
-    """Intervals side by side where no BED file gives them: the splits are stretches of position.
+    """Adjacent intervals, without a BED file: splits are contiguous parts of each chromosome.
 
     Args:
-        genome: of `read_fasta`.
-        size: bases of an interval.
-        shares: of train, valid and test, which follow one another in every chromosome.
-        max_unknown: intervals with a larger share of bases other than A, C, G and T, such as the
-            gaps of an assembly, are left out.
+        genome: from `read_fasta`.
+        size: bases per interval.
+        shares: of train, valid and test, in this order in every chromosome.
+        max_unknown: intervals with a larger share of bases other than A, C, G and T, such as gaps
+            of an assembly, are dropped.
     """
     if len(shares) != len(SPLITS) or abs(sum(shares) - 1) > 1e-9 or min(shares) < 0:
         raise ValueError(f"shares must be three numbers that sum to 1, got {tuple(shares)}")
@@ -146,10 +146,10 @@ def split_by_position(
 
 
 def windows(interval: Interval, length: int, chromosome: int, mode: Mode) -> list[Interval]:
-    """What of an interval is read, in windows of at most `length` bases.
+    """The parts of an interval to read, in windows of at most `length` bases.
 
-    "hyenadna": one window. A longer interval gives its first bases; a shorter one is extended on
-    both sides, and cut where the chromosome ends. "subsegment": all windows that fit, side by side.
+    "hyenadna": one window. A longer interval is cut to its first bases; a shorter one is extended
+    on both sides, up to the ends of the chromosome. "subsegment": all adjacent windows that fit.
 
     Example:
         >>> windows(Interval("1", 10, 14), 8, 100, "hyenadna")
@@ -165,7 +165,7 @@ def windows(interval: Interval, length: int, chromosome: int, mode: Mode) -> lis
 
 
 def reverse_complement(ids: np.ndarray) -> np.ndarray:
-    """The other strand, read in its own direction: A for T, C for G; all else stays itself."""
+    """The reverse complement: A for T, C for G; all other ids stay."""
     complement = np.arange(256, dtype=np.uint8)
     complement[[A, C, G, T]] = T, G, C, A
     return complement[ids[..., ::-1]]
@@ -181,10 +181,10 @@ def make_rows(
     """Rows of all windows of the intervals, (N, L) uint8.
 
     Args:
-        genome: of `read_fasta`.
+        genome: from `read_fasta`.
         intervals: of one split.
         settings: how they are cut.
-        other_strand: of the reverse complement of every window instead.
+        other_strand: whether to take the reverse complement of every window.
     """
     length = settings.length
     if length < 2:
@@ -212,7 +212,7 @@ def make_rows(
 
 
 def targets_of(rows: np.ndarray, ignore: int = -100) -> np.ndarray:
-    """What is asked for at every id of the rows but the last, (N, L - 1) int8; not [PAD]."""
+    """Targets for every id of the rows but the last, (N, L - 1) int8; [PAD] is ignored."""
     targets = rows[:, 1:].astype(np.int8)
     targets[targets == PAD] = ignore
     return targets

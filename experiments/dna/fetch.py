@@ -1,8 +1,8 @@
 """Fetch the human chromosome 20 (GRCh37, 63 million bases): python -m experiments.dna.fetch
 
-It comes from Debian's package vt-examples, through the mirror that apt is set up with, and lies in
-data/dna/20.fa.gz afterwards. Nothing is installed and root is not needed. Elsewhere than on Debian
-or Ubuntu, download the package by hand and give it as --deb.
+It comes from Debian's package vt-examples, through the configured apt mirror, and is written to
+data/dna/20.fa.gz. Nothing is installed, and root is not needed. On systems other than Debian or
+Ubuntu, download the package by hand and pass it as --deb.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pathlib import Path
 PACKAGE = "vt-examples"
 MEMBER = "usr/share/doc/vt/examples/ref/20.fa.gz"
 SHA256 = "83c80b3fb23822ff0a66f26306e46f5db3c83d48fcff68bcddc353a3d8ef581b"
-# Ignored by git: the data are not ours to spread.
+# Ignored by git: the data are not ours to distribute.
 FOLDER = Path(__file__).parents[2] / "data" / "dna"
 CHROMOSOME_20 = FOLDER / "20.fa.gz"
 
 
 def download(package: str, folder: Path) -> Path:
-    """The package's file, from apt's mirror, in a folder."""
+    """Download the package to a folder, from apt's mirror."""
     if shutil.which("apt-get") is None:
         raise SystemExit(
-            f"apt-get is not here: download Debian's package {package} by hand and give it as --deb"
+            f"apt-get is not installed: download Debian's package {package} and pass it as --deb"
         )
     subprocess.run(["apt-get", "download", package], cwd=folder, check=True)
     return next(folder.glob(f"{package}_*.deb"))
 
 
 def member_of(deb: Path, member: str) -> bytes:
-    """One file of a Debian package, which is not installed."""
+    """Read one file of a Debian package without installing it."""
     if shutil.which("dpkg-deb") is None:
-        raise SystemExit("dpkg-deb is not here: install dpkg, which many other systems have too")
+        raise SystemExit("dpkg-deb is not installed: install dpkg, which many systems package")
     tar = subprocess.run(["dpkg-deb", "--fsys-tarfile", deb], check=True, capture_output=True)
     with tarfile.open(fileobj=io.BytesIO(tar.stdout)) as archive:
         names = {name.removeprefix("./"): name for name in archive.getnames()}
@@ -50,7 +50,7 @@ def member_of(deb: Path, member: str) -> bytes:
 
 
 def check(content: bytes, sha256: str) -> None:
-    """Stop unless the content is the one that results were made with."""
+    """SystemExit unless the content is the one that the results used."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise SystemExit(
@@ -61,12 +61,12 @@ def check(content: bytes, sha256: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--deb", type=Path, help="the package, if it is here already")
+    parser.add_argument("--deb", type=Path, help="the package, if already downloaded")
     parser.add_argument("--out", type=Path, default=CHROMOSOME_20)
     options = parser.parse_args(arguments)
     if options.out.exists():
         check(options.out.read_bytes(), SHA256)
-        print(f"{options.out} is there already")
+        print(f"{options.out} already exists")
         return
     with tempfile.TemporaryDirectory() as folder:
         content = member_of(options.deb or download(PACKAGE, Path(folder)), MEMBER)

@@ -1,4 +1,4 @@
-"""What a run is: its protocol, its options, and the columns of its row in results.csv."""
+"""Definition of a run: its protocol, its options, and the columns of its row in results.csv."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What all runs share.
+    """Settings shared by all runs.
 
-    The paper gives AdamW with weight decay 0.1 and the cosine of its language models, which has 10%
-    warm-up. It gives neither tokens nor batch; clipping is HyenaDNA's.
+    The paper gives AdamW with weight decay 0.1 and the cosine schedule of its language models, with
+    10% warm-up. It gives neither tokens nor batch size; clipping is HyenaDNA's.
 
     Attributes:
         data: name of the FASTA file.
-        rows: how rows are cut; each run puts its own length there.
-        strands: 2 if rows of training are of either strand, by a coin.
-        core: of `experiments.dna.designs`.
-        max_tokens, batch_tokens: of a run and of a step, the same at every length.
-        eval_tokens: at most so many of the validation and test splits each; 0 for all.
-        warmup, weight_decay, clip: of `Optimisation`.
+        rows: how rows are cut; each run sets its own length.
+        strands: 2 if each training row comes from a random strand.
+        core: as in `experiments.dna.designs`.
+        max_tokens, batch_tokens: per run and per step, the same at every length.
+        eval_tokens: most tokens of the validation and test splits each; 0 for all.
+        warmup, weight_decay, clip: as in `Optimisation`.
         small: tiny models, for tests of the code.
     """
 
@@ -77,7 +77,7 @@ class Protocol:
 
 
 class Job(NamedTuple):
-    """What differs between runs."""
+    """Settings that differ between runs."""
 
     model: str
     length: int
@@ -85,7 +85,7 @@ class Job(NamedTuple):
     seed: int
 
     def key(self, protocol: Protocol) -> tuple[Any, ...]:
-        """What names its row, in the order of KEY."""
+        """Key of its row, in the order of KEY."""
         rows = protocol.rows
         return (
             *(protocol.data, rows.mode, rows.unknown, int(rows.eos)),
@@ -95,7 +95,7 @@ class Job(NamedTuple):
 
 
 def parse(description: str, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Protocol]:
-    """The options, and the protocol that follows from them."""
+    """The options, and the protocol that they set."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[:4])
     parser.add_argument("--lengths", nargs="+", type=int)
@@ -103,17 +103,17 @@ def parse(description: str, arguments: Sequence[str] | None) -> tuple[argparse.N
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--core", choices=CORES, default="swiglu")
     parser.add_argument("--fasta", type=Path, default=CHROMOSOME_20)
-    parser.add_argument("--bed", type=Path, help="intervals and splits; by position without")
+    parser.add_argument("--bed", type=Path, help="intervals and splits; default by position")
     parser.add_argument("--mode", choices=("hyenadna", "subsegment"), default="subsegment")
-    parser.add_argument("--unknown", choices=("keep", "pad"), default="keep", help="what N is")
+    parser.add_argument("--unknown", choices=("keep", "pad"), default="keep", help="how to read N")
     parser.add_argument("--no-eos", action="store_true", help="no [SEP] at the end of a row")
-    parser.add_argument("--strands", type=int, choices=(1, 2), default=1, help="2: both, by a coin")
-    parser.add_argument("--max-tokens", type=int, help=f"of a run; {Protocol.max_tokens}")
-    parser.add_argument("--steps", type=int, help="in place of --max-tokens")
+    parser.add_argument("--strands", type=int, choices=(1, 2), default=1, help="2: random strand")
+    parser.add_argument("--max-tokens", type=int, help=f"per run; default {Protocol.max_tokens}")
+    parser.add_argument("--steps", type=int, help="instead of --max-tokens")
     parser.add_argument("--batch-tokens", type=int)
-    parser.add_argument("--eval-tokens", type=int, help="of valid and test; 0 for all")
-    parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU")
-    parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--eval-tokens", type=int, help="per evaluated split; 0 for all")
+    parser.add_argument("--at-once", type=int, default=1, help="runs trained side by side")
+    parser.add_argument("--device", help="default: a GPU if available")
     add_run_options(parser)
     options = parser.parse_args(arguments)
     smoke = options.smoke

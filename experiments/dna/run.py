@@ -1,11 +1,11 @@
-"""Train DNA models at several lengths and test each at its own; one row of results.csv a run.
+"""Train DNA models at several lengths and test each at its own; each run is a results.csv row.
 
     python -m experiments.dna.run [--models M ...] [--lengths L ...] [--lrs LR ...] [--smoke]
 
-Every model sees as many tokens in batches of as many tokens, whatever its length. Rows that are in
-the file are not run again, and each is kept as soon as its run is over. The default genome is what
-experiments.dna.fetch fetches; HG38 is --fasta hg38.ml.fa --bed human-sequences.bed --mode hyenadna.
---smoke trains tiny models on any machine, into a temporary folder unless --out names one.
+Every model sees the same number of tokens, in batches of the same size in tokens, at every length.
+Existing rows are not run again, and each row is saved as soon as its run ends. The default genome
+comes from experiments.dna.fetch; HG38 is --fasta hg38.ml.fa --bed human-sequences.bed --mode
+hyenadna. --smoke trains tiny models on any machine, into a temporary folder unless --out names one.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from experiments.training import (
 )
 
 HERE = Path(__file__).parent
-# Tokens that are evaluated at once over all rows, and of one row; longer rows come in pieces.
+# Tokens evaluated at once, over all rows and of one row; longer rows are read in pieces.
 _TOKENS_AT_ONCE, _PIECE = 2**17, 2**16
 
 
 class Arrays(NamedTuple):
-    """Rows of one length: those of training on the device, (strands N, L - 1); the others whole."""
+    """Rows of one length: training inputs and targets (strands N, L - 1); whole rows for tests."""
 
     inputs: Tensor
     targets: Tensor
@@ -65,7 +65,7 @@ class Arrays(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Perplexity over all targets, over those that are A, C, G or T, and their number."""
+    """Perplexity over all targets and over the bases A, C, G and T, and the number of bases."""
 
     ppl: float
     base_ppl: float
@@ -79,7 +79,7 @@ def make_arrays(
     protocol: Protocol,
     device: torch.device,
 ) -> Arrays:
-    """The rows of all splits; of training, the second strand behind the first."""
+    """The rows of all splits; in training the second strand follows the first."""
     made = {split: make_rows(genome, found, settings) for split, found in splits.items()}
     for split, rows in made.items():
         if not len(rows):
@@ -99,7 +99,7 @@ def make_arrays(
 
 
 def some_rows(rows: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Rows from all over, of at most so many tokens together (but one at least); 0 for all."""
+    """Evenly spread rows of at most this many tokens in total (at least one row); 0 for all."""
     if not max_tokens:
         return rows
     every = -(-rows.size // max_tokens)
@@ -107,7 +107,7 @@ def some_rows(rows: np.ndarray, max_tokens: int) -> np.ndarray:
 
 
 def row_order(num_rows: int, steps: int, batch_size: int, strands: int, seed: int) -> Tensor:
-    """Which rows each step takes, (steps, batch_size); of two strands, one by a coin each time."""
+    """Row indices of each step, (steps, batch_size); a random strand each time if there are two."""
     order = shuffled_order(num_rows // strands, steps, batch_size, seed)
     if strands == 1:
         return order
@@ -116,7 +116,7 @@ def row_order(num_rows: int, steps: int, batch_size: int, strands: int, seed: in
 
 
 def make_training(job: Job, data: Arrays, protocol: Protocol) -> Training:
-    """A fresh model of the job's seed, whose rows come in the same order for all models."""
+    """Training of a new model with the job's seed; all models see rows in the same order."""
     plan = Optimisation(
         lr=job.lr,
         steps=protocol.steps,
@@ -133,9 +133,9 @@ def make_training(job: Job, data: Arrays, protocol: Protocol) -> Training:
 
 
 def score(model: LanguageModel, rows: Tensor) -> Scores:
-    """Perplexities of the rows (N, L), whose [PAD] is never asked for."""
+    """Perplexities of the rows (N, L); [PAD] is not scored."""
     device = model.lm_head.weight.device
-    # All targets, and the bases among them: summed loss and count of each.
+    # Summed loss and count, of all targets and of the bases among them.
     sums = torch.zeros(2, 2, dtype=torch.float64, device=device)
     for part in rows.split(max(1, _TOKENS_AT_ONCE // rows.shape[1])):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -149,12 +149,12 @@ def score(model: LanguageModel, rows: Tensor) -> Scores:
 
 
 def _exp(mean_loss: float) -> float:
-    # That of a model that diverged is NaN, or more than a float holds.
+    # The loss of a diverged model is NaN, or its exponential overflows.
     return math.exp(mean_loss) if mean_loss < 700 else math.inf
 
 
 def make_row(job: Job, training: Training, data: Arrays, protocol: Protocol) -> dict[str, Any]:
-    """The columns that a finished run fills, but for its seconds of training."""
+    """The columns that a finished run fills in, except for its training seconds."""
     start = time.perf_counter()
     model = training.model
     assert isinstance(model, LanguageModel)
@@ -174,7 +174,7 @@ def make_row(job: Job, training: Training, data: Arrays, protocol: Protocol) -> 
 def train_together(
     jobs: Sequence[Job], data: Arrays, protocol: Protocol, keep: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Train jobs on the same rows side by side; the row of each goes to `keep`."""
+    """Train jobs on the same rows side by side; pass the result row of each to `keep`."""
     start = time.perf_counter()
     trainings = [make_training(job, data, protocol) for job in jobs]
     train_side_by_side(trainings)
@@ -184,14 +184,16 @@ def train_together(
 
 
 def results(folder: Path) -> Table:
-    """The rows in a folder, found by KEY."""
+    """The table of a folder; KEY identifies a row."""
     return Table(folder / "results.csv", COLUMNS, num_key=len(KEY))
 
 
 def load(options: argparse.Namespace) -> tuple[Genome, dict[str, list[Interval]]]:
     """The genome, and the intervals of its splits."""
     if not options.fasta.exists():
-        raise SystemExit(f"--fasta {options.fasta} is not there; python -m experiments.dna.fetch")
+        raise SystemExit(
+            f"--fasta {options.fasta} does not exist; run python -m experiments.dna.fetch"
+        )
     genome = read_fasta(options.fasta)
     if options.bed is not None:
         return genome, read_bed(options.bed)

@@ -1,7 +1,7 @@
-"""From the rows of all runs to one for each model and length: that of the best learning rate.
+"""Reduce the rows of all runs to one per model and length, at the best learning rate.
 
-It is chosen by the perplexity on the validation split, as in the paper; of the test split only the
-perplexity at that learning rate counts.
+The validation perplexity chooses the learning rate, as in the paper; only the test perplexity at
+that learning rate counts.
 """
 
 from __future__ import annotations
@@ -9,22 +9,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-# Columns that must agree for two rows to be compared, beside the model and the length.
+from experiments.style import NAMES, cell
+from flash_frac.drawing import short
+
+# Columns that must agree for two rows to be comparable, besides model and length.
 SETTING = (
     *("data", "mode", "unknown", "eos", "strands", "eval_tokens"),
     *("core", "steps", "batch_tokens"),
 )
 
+# Perplexities by the prefix of their columns, as in tables.
+TEXTS = {"ppl": "test perplexity", "base_ppl": "of A, C, G and T alone"}
+
 Row = Mapping[str, str]
 Setting = tuple[str, ...]
+Found = TypeVar("Found")
 
 
 class Score(NamedTuple):
-    """Perplexities on the test split at the best learning rate, one a seed.
+    """Test perplexities at the best learning rate, one per seed.
 
-    `at_edge`: that learning rate is the lowest or highest of several, and a better one may lie
+    `at_edge`: that learning rate is the lowest or highest of several, so a better one may lie
     beyond.
     """
 
@@ -40,18 +47,18 @@ class Score(NamedTuple):
     def spread(self) -> float:
         if len(self.values) < 2:
             return 0.0
-        # Python's own function does not take the infinite score of a run that diverged.
+        # statistics.stdev does not accept the infinite score of a diverged run.
         return statistics.stdev(self.values) if math.isfinite(self.ppl) else math.inf
 
 
 def best_rows(
     rows: Iterable[Row], column: str = "ppl"
 ) -> dict[Setting, dict[tuple[str, int], Score]]:
-    """Scores by (model, length), of every setting there is.
+    """Scores by (model, length), for every setting in the rows.
 
     Args:
         rows: of results.csv.
-        column: "ppl" of all targets, as HyenaDNA counts it, or "base_ppl" of A, C, G and T alone.
+        column: "ppl" of all targets, as in HyenaDNA, or "base_ppl" of A, C, G and T alone.
     """
     runs: dict[Setting, dict[tuple[str, int], dict[float, list[Row]]]] = {}
     for row in rows:
@@ -65,7 +72,7 @@ def best_rows(
 
 
 def _best(by_lr: Mapping[float, list[Row]], column: str) -> Score:
-    # A learning rate that has fewer seeds than another is not finished, and not comparable.
+    # A learning rate with fewer seeds than another is unfinished, and not comparable.
     most = max(map(len, by_lr.values()))
     whole = {lr: rows for lr, rows in by_lr.items() if len(rows) == most}
 
@@ -75,6 +82,32 @@ def _best(by_lr: Mapping[float, list[Row]], column: str) -> Score:
     lr = min(whole, key=on_validation)
     values = tuple(float(row[f"test_{column}"]) for row in whole[lr])
     return Score(values, lr, len(whole) > 1 and lr in (min(whole), max(whole)))
+
+
+def most_steps(found: Mapping[Setting, Found]) -> dict[Setting, Found]:
+    """The settings with the most steps."""
+    steps = {setting: int(setting[SETTING.index("steps")]) for setting in found}
+    return {setting: found[setting] for setting in found if steps[setting] == max(steps.values())}
+
+
+def table(rows: Iterable[Row], setting: Setting) -> list[str]:
+    """Rows of a Markdown table of one setting: models down, lengths across, both perplexities."""
+    rows = list(rows)
+    found = {words: best_rows(rows, column)[setting] for column, words in TEXTS.items()}
+    lengths = sorted({length for scores in found.values() for _, length in scores})
+    core = setting[SETTING.index("core")]
+    lines = [
+        f"| `--core {core}` | {' | '.join(map(short, lengths))} |",
+        "|---" * (len(lengths) + 1) + "|",
+    ]
+    for words, scores in found.items():
+        for model in NAMES:
+            cells = [
+                cell(scores[model, n].values, 3) if (model, n) in scores else "" for n in lengths
+            ]
+            if any(cells):
+                lines.append(f"| {NAMES[model]}, {words} | {' | '.join(cells)} |")
+    return lines
 
 
 def lines(scores: Mapping[Setting, Mapping[tuple[str, int], Score]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a model without knowledge scores: uniform over the choices, or over the vocabulary."""
+"""Scores by chance: uniform guesses over the choices, or over the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from flash_frac.evals import harness
 from flash_frac.evals.suites import Metric, Request, Suite, Unit
 
-# Exact matches of what is generated or most likely, which guessing hits about never.
+# Exact matches of generated or most likely text, which guessing almost never achieves.
 _NEVER = {
     ("lm", "lambada_openai", "acc,none"),
     *(("niah", f"niah_single_{n}", "accuracy") for n in (1, 2, 3)),
@@ -24,10 +24,10 @@ def chance_of(
     limit: int | None,
     vocab_size: int,
 ) -> float | None:
-    """The value of a metric by chance, on the very examples; None where it is not defined.
+    """The value of a metric by chance on the measured examples; None if it is undefined.
 
     Args:
-        limit: only so many examples were measured; all if None.
+        limit: number of measured examples; all if None.
         vocab_size: V, the perplexity of uniform guesses.
     """
     if (suite.name, unit.task.name, metric.key) in _NEVER:

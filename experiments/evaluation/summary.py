@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,25 +12,38 @@ from flash_frac.drawing import short
 from flash_frac.markdown import plain
 
 Row = Mapping[str, str]
+# Metrics that are accuracies in percent.
+SHARES = ("acc", "acc_norm")
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 
 
+def share_error(percent: float, num_examples: int) -> float:
+    """Standard error of an accuracy, in percentage points.
+
+    Example: `share_error(50.0, 100) == 5.0`
+    """
+    share = percent / 100
+    return 100 * math.sqrt(share * (1 - share) / num_examples)
+
+
 def lm_table(rows: Iterable[Row]) -> list[str]:
-    """Tasks of the suite lm, a line for each name, task and metric."""
-    lines = ["| model | task | metric | score | chance | examples | s |", "|---" * 7 + "|"]
+    """Tasks of the suite lm, one line per name, task and metric."""
+    lines = ["| model | task | metric | score | error | chance | examples | s |", "|---" * 8 + "|"]
     for row in rows:
         if row["suite"] == "lm":
-            value = f"{float(row['value']):.4g}"
+            value = float(row["value"])
+            share = row["metric"] in SHARES
+            error = f"{share_error(value, int(row['samples'])):.2f}" if share else ""
             lines.append(
-                f"| {plain(row['name'])} | {plain(row['task'])} | {plain(row['metric'])} | {value} "
-                f"| {row['chance']} "
+                f"| {plain(row['name'])} | {plain(row['task'])} | {plain(row['metric'])} "
+                f"| {value:.4g} | {error} | {row['chance']} "
                 f"| {int(row['samples']):,} | {float(row['seconds']):.0f} |"
             )
     return lines
 
 
 def length_table(rows: Sequence[Row], name: str) -> list[str]:
-    """Needles and documents by length, for the model of a name."""
+    """Needles and documents by length, for the named model."""
     lines = [
         "| tokens | S-NIAH-1 | 2 | 3 | s a sample | MiB | perplexity | of the last tokens | MiB |",
         "|---" * 9 + "|",
@@ -54,7 +68,7 @@ def length_table(rows: Sequence[Row], name: str) -> list[str]:
 
 
 def sample_lines(rows: Iterable[Row]) -> list[str]:
-    """Single samples at the shape of a model."""
+    """Timings of single samples on a model shape."""
     return [
         f"- {plain(row['name'])}: {int(row['tokens_read']):,} tokens read and 128 written in "
         f"{row['seconds']} s, {int(row['peak_mib'] or 0):,} MiB"

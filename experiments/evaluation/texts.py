@@ -2,9 +2,9 @@
 
     python -m experiments.evaluation.texts ALL.jsonl DATA
 
-ALL.jsonl holds all RFCs, as experiments/rfc/prepare.py makes it without --sample; DATA is what
-`frac eval` takes as --data-dir. DATA/longppl/rfc.jsonl gets whole documents of at least 64K tokens,
-DATA/niah/paragraphs.txt paragraphs of prose from others, for haystacks.
+ALL.jsonl holds all RFCs, written by experiments/rfc/prepare.py without --sample; DATA is the
+--data-dir of `frac eval`. DATA/longppl/rfc.jsonl gets whole documents of at least 64K tokens, and
+DATA/niah/paragraphs.txt paragraphs of prose from other documents, for haystacks.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from pathlib import Path
 from experiments.rfc.prepare import sample
 from flash_frac.files import write_text
 
-# RFCs of 65,536 tokens and more that are not in the sample, and share few runs of words with it.
+# RFCs of at least 65,536 tokens that are not in the sample and share few runs of words with it.
 LONG = (9000, 5707, 9244, 8743, 8995, 8994, 8829, 8152, 8299, 8795, 4171, 9182)
 RUN = 16
-# Of the haystacks: words in all, paragraphs of a document, and words of a paragraph.
+# Haystacks: total words, paragraphs per document, and words per paragraph.
 NUM_WORDS, MOST_PARAGRAPHS, LEAST_WORDS = 75_000, 12, 50
 _PLAIN = re.compile(r"[A-Za-z][a-z]*[,.;:)]?$|\(?[a-z]+[,.;:)]?$")
 _LEAST_PLAIN = 0.93
-# What every RFC says.
+# Boilerplate of every RFC.
 _FURNITURE = re.compile(
     "Internet-Draft|Trust|copyright|Copyright|BCP 14|Task Force|Simplified BSD|errata|Status of"
 )
 
 
 def read_documents(path: Path) -> dict[int, str]:
-    """Texts by the number of the RFC."""
+    """Texts by RFC number."""
     with path.open(encoding="utf-8") as file:
         lines = map(json.loads, file)
         return {int(line["name"].removeprefix("rfc")): line["text"] for line in lines}
 
 
 def prose(text: str) -> Iterator[str]:
-    """Paragraphs of nothing but sentences, each as one line."""
+    """Paragraphs that consist only of sentences, each as one line."""
     for paragraph in re.split(r"\n\s*\n", text):
         words = paragraph.split()
         if len(words) < LEAST_WORDS or not words[-1].endswith("."):
@@ -51,7 +51,7 @@ def prose(text: str) -> Iterator[str]:
 
 
 def haystack(documents: Mapping[int, str]) -> list[str]:
-    """Different paragraphs, from the newest documents back."""
+    """Distinct paragraphs, newest documents first."""
     found: list[str] = []
     num_words = 0
     for number in sorted(documents, reverse=True):
@@ -70,7 +70,7 @@ def runs_of_words(text: str) -> set[int]:
 
 
 def shared(texts: Mapping[int, str], others: Mapping[int, str]) -> dict[int, float]:
-    """For each text the share of its runs of words that any of the others has."""
+    """For each text, the share of its runs of words that also occur in the others."""
     runs = {number: runs_of_words(text) for number, text in texts.items()}
     wanted = set().union(*runs.values())
     there: set[int] = set()
@@ -81,8 +81,8 @@ def shared(texts: Mapping[int, str], others: Mapping[int, str]) -> dict[int, flo
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("documents", type=Path, help="all RFCs, by experiments/rfc/prepare.py")
-    parser.add_argument("data", type=Path, help="folder for the files of `frac eval --data-dir`")
+    parser.add_argument("documents", type=Path, help="all RFCs, from experiments/rfc/prepare.py")
+    parser.add_argument("data", type=Path, help="output folder, for `frac eval --data-dir`")
     options = parser.parse_args(arguments)
     documents = read_documents(options.documents)
     trained = {number: documents.pop(number) for number in sample(documents)}

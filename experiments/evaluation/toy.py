@@ -19,7 +19,7 @@ _CHOICES = [
 
 
 def toy_checkpoint(folder: Path) -> Path:
-    """A folder with an untrained Frac model of bytes."""
+    """A folder with an untrained byte-level Frac model."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     config = FracConfig(
@@ -35,7 +35,7 @@ def toy_checkpoint(folder: Path) -> Path:
 
 
 def toy_data(folder: Path) -> Path:
-    """Local files of each suite."""
+    """Write local files for each suite."""
     text = _SENTENCE * 200
     write_text(folder / "niah" / "river.txt", text)
     write_text(folder / "longppl" / "river.jsonl", json.dumps({"text": text}) + "\n")

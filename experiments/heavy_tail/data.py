@@ -1,8 +1,8 @@
 """Sequences of the heavy-tail probe, a pure function of a seed.
 
 Events of value ±1 lie on a background. Gaps g between them have P(g) ∝ g^-exponent for
-1 <= g <= max_gap, the first event lying at g - 1. A query follows the L tokens, and is to be
-answered with the sign of
+1 <= g <= max_gap; the first event is at g - 1. A query follows the L tokens. Its answer is the sign
+of
 
     y = Σ_k v_k (L - k)^-gamma        over the positions k of all events, in float64.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 BACKGROUND, PLUS, MINUS, QUERY = range(4)
 NUM_TOKENS = 4
-# Rows are drawn this many at a time, each block from a generator of its own.
+# Rows drawn at a time; each block has its own generator.
 _BLOCK = 256
 
 
@@ -30,7 +30,7 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """gamma of the answer, exponent and longest gap of the events."""
+    """gamma of the answer; exponent and longest gap of the events."""
 
     gamma: float = 0.1
     exponent: float = 1.5
@@ -64,7 +64,7 @@ def _draw_rows(rng: np.random.Generator, num: int, length: int, law: Law) -> NDA
     cdf, position = law.gap_cdf(), np.full(num, -1, dtype=np.int64)
     mean_gap = np.sum(1 - cdf) + 1
     while (position < length).any():
-        # A little more than what is left needs on average; the loop draws the rest.
+        # Slightly more than needed on average; the loop draws the rest.
         num_gaps = int(1.1 * (length - position.min()) / mean_gap) + 8
         gaps = np.searchsorted(cdf, rng.random((num, num_gaps))) + 1
         positions = position[:, None] + np.cumsum(gaps, 1)
@@ -78,8 +78,8 @@ def _draw_rows(rng: np.random.Generator, num: int, length: int, law: Law) -> NDA
 def draw(seed: int, num: int, length: int, law: Law) -> Sequences:
     """`num` sequences of `length` tokens and a query.
 
-    Rows whose |y| < 1e-9, such as those without an event, are drawn again. The first rows do not
-    depend on how many are drawn.
+    Rows with |y| < 1e-9, such as those without an event, are redrawn. The first rows do not depend
+    on how many are drawn.
 
     Example:
         >>> tokens, labels = draw(0, 64, 512, Law(gamma=0.5))

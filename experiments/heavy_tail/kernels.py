@@ -1,6 +1,6 @@
-"""What fixed kernels answer: sign of Σ_k v_k kernel(L - k), the yardsticks beside trained models.
+"""Answers of fixed kernels, sign of Σ_k v_k kernel(L - k), as references for trained models.
 
-Where a kernel's sum is zero, a coin decides.
+If a kernel's sum is zero, the answer is random.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from experiments.heavy_tail.data import Sequences, event_values
 Array = NDArray[np.float64]
 TAUS = 2.0 ** np.arange(4, 24)
 WINDOWS = (128, 512, 2048)
-# Rows that are turned into float64 at a time.
+# Rows converted to float64 at a time.
 _ROWS = 128
 
 
@@ -36,7 +36,7 @@ def _exponential(tau: float) -> str:
 
 
 def accuracies(sequences: Sequences, gamma: float) -> dict[str, float]:
-    """Share of right answers of every fixed kernel, and of the last event alone."""
+    """Accuracy of every fixed kernel, and of the last event alone."""
     length = sequences.tokens.shape[1] - 1
     kernels = fixed_kernels(length, gamma)
     matrix = np.stack(list(kernels.values()), 1)
@@ -52,7 +52,7 @@ def accuracies(sequences: Sequences, gamma: float) -> dict[str, float]:
 
 
 def _sums(tokens: NDArray[np.uint8], matrix: Array) -> Array:
-    """Weighted sums (rows, kernels), and in a last column the value of the last event."""
+    """Weighted sums (rows, kernels); the last column is the value of the last event."""
     values = event_values(tokens)
     last = values.shape[1] - 1 - np.argmax(values[:, ::-1] != 0, 1)
     last_value = np.take_along_axis(values, last[:, None], 1)
@@ -62,8 +62,8 @@ def _sums(tokens: NDArray[np.uint8], matrix: Array) -> Array:
 def yardsticks(by_length: Mapping[int, Mapping[str, float]]) -> dict[str, dict[int, float]]:
     """Rows of the table: name, length, accuracy.
 
-    "exponential_best" has the best rate of each length; "exponential_fixed" keeps the one that is
-    best at the shortest, which is what a model with one rate would learn there.
+    "exponential_best" has the best rate for each length. "exponential_fixed" keeps the best rate
+    for the shortest length, as a model with one rate would learn it there.
     """
     rates = [_exponential(tau) for tau in TAUS]
     shortest = by_length[min(by_length)]

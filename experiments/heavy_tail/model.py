@@ -1,10 +1,10 @@
-"""Models of the heavy-tail probe: one mixing layer of about 0.2M parameters, and a yes or no.
+"""Models of the heavy-tail probe: one mixing layer of about 0.2M parameters, and a binary answer.
 
     h = embed(tokens);  h = h + mixer(norm(h));  [h = h + ffn(norm(h))];  logits = head(norm(h))
 
-Only the query is asked, so the tokens before it are absorbed: the layer's state takes them in, and
-its outputs there, on which nothing depends, are not computed. That is the same function at a
-fraction of the cost, in training too. A mixed model has two layers, of which the last absorbs.
+Only the query's output counts, so the tokens before it are absorbed: they update the layer's state,
+and their outputs are not computed. This is the same function at a fraction of the cost, in training
+too. A mixed model has two layers; only the last absorbs.
 Letters: B batch, T time, E width.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from experiments.baselines import absorb, mixer_of
+from experiments.baselines import PAPER_CLOCK, absorb, mixer_of
 from experiments.heavy_tail.data import NUM_TOKENS
 from flash_frac.models.inputs import random_elapsed
 from flash_frac.ops import ControlSettings
@@ -25,9 +25,10 @@ from flash_frac.ops import ControlSettings
 class Design(NamedTuple):
     """A mixer of `experiments.baselines.make_mixer` and its size.
 
-    first: a layer before this one, of the same width. ffn: width of an MLP, or 0. dilation: in
-    training, time passes up to so many times as fast, by a factor drawn log-uniformly for each
-    sequence (`FracConfig.frac_time_dilation`).
+    first: a layer before this one, of the same width. ffn: width of an MLP, or 0. dilation: largest
+    factor by which time runs faster in training, drawn log-uniformly for each sequence
+    (`FracConfig.frac_time_dilation`). It multiplies Δ of Frac, the step of Mamba2 and the log decay
+    of Gated DeltaNet; other mixers do not support it.
     """
 
     mixer: str
@@ -41,13 +42,13 @@ class Design(NamedTuple):
 
 
 # Time in units of 2^20 tokens, so that all lags lie in the early regime of fractional relaxation,
-# t << 1, where its kernel is the power law t^(alpha - 1).
+# t << 1, where the kernel is the power law t^(alpha - 1).
 LONGEST = 2.0**20
 EARLY = {
     "tau_min": 1 / LONGEST,
     "tau_max": 1.0,
     "dt_init": 0.5 / LONGEST,
-    # States of slow modes are small, a millionth of their input, until the norm.
+    # States of slow modes are a millionth of their input before the norm.
     "norm_eps": 1e-20,
 }
 EARLY_SETTINGS = {
@@ -60,30 +61,27 @@ EARLY_SETTINGS = {
     "write_prior": False,
 }
 _EARLY = {"num_modes": 16, **EARLY, "settings": ControlSettings(**EARLY_SETTINGS)}
+_PUBLISHED = {"num_modes": 16, "tau_max": 2.0**17}
+_CLOCK = {**_PUBLISHED, "settings": ControlSettings(**PAPER_CLOCK)}
 DESIGNS = {
-    "frac": Design("frac", 136, 8, 34, {"num_modes": 16, "tau_max": 2.0**17}),
+    "frac": Design("frac", 136, 8, 34, _PUBLISHED),
+    "frac_paper_clock": Design("frac", 136, 8, 34, _CLOCK),
     "frac_ours": Design("frac", 136, 8, 34, _EARLY, dilation=1024.0),
-    "frac_dilated": Design(
-        "frac", 136, 8, 34, {"num_modes": 16, "tau_max": 2.0**17}, dilation=1024.0
-    ),
+    "frac_dilated": Design("frac", 136, 8, 34, _PUBLISHED, dilation=1024.0),
     "frac_early": Design("frac", 136, 8, 34, _EARLY),
     "attention": Design("attention", 128, 8, 16, {"bias": True}, ffn=512),
     "attention_nope": Design("attention", 128, 8, 16, {"bias": True, "rope": False}, ffn=512),
     "mamba2": Design("mamba2", 160, 8, 40),
+    "mamba2_dilated": Design("mamba2", 160, 8, 40, dilation=1024.0),
     "mamba3": Design("mamba3", 160, 8, 40, {"state_size": 112}),
     "gated_deltanet": Design("gated_deltanet", 96, 8, 32),
-    "frac_delta": Design(
-        "gated_deltanet",
-        80,
-        8,
-        20,
-        first=Design("frac", 80, 8, 20, {"num_modes": 16, "tau_max": 2.0**17}),
-    ),
+    "gated_deltanet_dilated": Design("gated_deltanet", 96, 8, 32, dilation=1024.0),
+    "frac_delta": Design("gated_deltanet", 80, 8, 20, first=Design("frac", 80, 8, 20, _PUBLISHED)),
 }
 
 
 class Probe(nn.Module):
-    """Logits (B, 2) of the query that ends each row of tokens (B, T)."""
+    """Logits (B, 2) at the query that ends each row of tokens (B, T)."""
 
     def __init__(self, design: Design) -> None:
         super().__init__()
@@ -108,7 +106,7 @@ class Probe(nn.Module):
         self.dilation = design.dilation
 
     def forward(self, tokens: Tensor, piece: int | None = None) -> Tensor:
-        """Logits, from a state that takes `piece` tokens at a time: constant memory in T."""
+        """Logits, absorbing `piece` tokens at a time: memory does not grow with T."""
         if self.training and self.dilation > 1:
             elapsed = random_elapsed(tokens[..., None], None, self.dilation)
             times, query_time = {"elapsed": elapsed[:, :-1]}, {"elapsed": elapsed[:, -1:]}
@@ -116,19 +114,19 @@ class Probe(nn.Module):
             times = query_time = {}
         state = first_state = None
         for part in tokens[:, :-1].split(piece or tokens.shape[1], dim=1):
-            hidden, first_state = self._enter(part, first_state)
+            hidden, first_state = self._enter(part, first_state, times)
             state = absorb(self.mixer, self.norm(hidden), state, **times)
-        query, _ = self._enter(tokens[:, -1:], first_state)
+        query, _ = self._enter(tokens[:, -1:], first_state, query_time)
         mixed, _ = self.mixer(self.norm(query), state=state, **query_time)
         hidden = (query + mixed)[:, 0]
         if self.ffn is not None:
             hidden = hidden + self.ffn(hidden)
         return self.head(self.final_norm(hidden))
 
-    def _enter(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Input (B, T, E) of the last layer, and the state of the one before it, if there is."""
+    def _enter(self, tokens: Tensor, state: Any, times: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+        """Input (B, T, E) of the last layer, and the state of the layer before it, if any."""
         hidden = self.embed(tokens.int())
         if self.first is None or self.first_norm is None:
             return hidden, None
-        mixed, state = self.first(self.first_norm(hidden), state=state)
+        mixed, state = self.first(self.first_norm(hidden), state=state, **times)
         return hidden + mixed, state

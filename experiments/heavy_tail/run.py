@@ -1,10 +1,10 @@
-"""The heavy-tail probe: train at 512 tokens, answer at up to 128K.
+"""The heavy-tail probe: train at 512 tokens, evaluate at up to 128K.
 
     python -m experiments.heavy_tail.run [--models NAME ...] [--gammas G ...] [--seeds S ...]
 
-Each row of results.csv is the accuracy of one trained model (or fixed kernel) at one length. Rows
-that are there already are skipped; rows of a model are kept as soon as it is evaluated. On a GPU
-several models train side by side. --smoke is a minute's worth on a CPU, in a temporary folder.
+Each row of results.csv is the accuracy of one trained model (or fixed kernel) at one length.
+Existing rows are skipped; rows of a model are saved as soon as it is evaluated. On a GPU several
+models train side by side. --smoke takes a minute on a CPU, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from experiments.heavy_tail.data import Law, draw
 from experiments.heavy_tail.kernels import accuracies, yardsticks
 from experiments.heavy_tail.model import DESIGNS, Probe
 from experiments.language_model import num_parameters
-from experiments.table import Table, add_run_options, made_with, out_folder
+from experiments.table import Table, add_run_options, made_with, out_folder, parse_options
 from experiments.training import Optimisation, Training, train_side_by_side, training_device
 
 HERE = Path(__file__).parent
 LENGTHS = (512, 2048, 8192, 16384, 32768, 65536, 131072)
-# Of the sequences that all models are evaluated on; those of training have the seed of the model.
+# Seed of the evaluation sequences, shared by all models; training uses the model's seed.
 EVALUATION_SEED = 1_000_003
 COLUMNS = (
     *("model", "gamma", "seed", "length", "accuracy", "sequences", "parameters", "steps", "lr"),
     *("loss", "train_s", "evaluate_s", "commit", "machine", "torch"),
 )
-# Tokens that are embedded at once in evaluation, over all rows.
+# Tokens embedded at once in evaluation, over all rows.
 _TOKENS_AT_ONCE = 2**19
 
 
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """What all models of a run share."""
+    """Settings shared by all models of a run."""
 
     lengths: tuple[int, ...]
     train_length: int
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def make_training(job: Job, protocol: Protocol) -> Training:
-    """A fresh model of the job's seed, on sequences that it sees once each."""
+    """Training of a new model with the job's seed; it sees each sequence once."""
     plan = protocol.optimisation
     num = plan.steps * plan.batch_size
     tokens, labels = training_data(job.seed, num, protocol.train_length, job.gamma)
@@ -88,7 +88,7 @@ def evaluation_data(num: int, length: int, gamma: float) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def accuracy(model: nn.Module, tokens: Tensor, labels: Tensor, device: torch.device) -> float:
-    """Share of right answers."""
+    """Accuracy, from 0 to 1."""
     length = tokens.shape[1] - 1
     piece = min(length, 8192)
     right = 0
@@ -130,7 +130,7 @@ def train_rows(jobs: Sequence[Job], protocol: Protocol) -> Iterator[list[dict]]:
 
 
 def make_row(job: Job, length: int, right: float, protocol: Protocol) -> dict:
-    """A row with what is known of a kernel too."""
+    """A row with the columns that fixed kernels have too."""
     return dict.fromkeys(COLUMNS) | {
         **job._asdict(),
         "length": length,
@@ -141,7 +141,7 @@ def make_row(job: Job, length: int, right: float, protocol: Protocol) -> dict:
 
 
 def kernel_rows(gamma: float, protocol: Protocol) -> list[dict]:
-    """Rows of the fixed kernels, on the sequences of the models; their seed is 0."""
+    """Rows of the fixed kernels, on the same sequences as the models; their seed is 0."""
     by_length = {}
     for length in protocol.lengths:
         sequences = draw(EVALUATION_SEED, protocol.num_sequences, length, Law(gamma=gamma))
@@ -154,14 +154,14 @@ def kernel_rows(gamma: float, protocol: Protocol) -> list[dict]:
 
 
 def results(folder: Path) -> Table:
-    """The rows in a folder, found by model, gamma, seed and length."""
+    """The table of a folder; model, gamma, seed and length identify a row."""
     return Table(folder / "results.csv", COLUMNS, num_key=4)
 
 
 def run(
     jobs: Sequence[Job], gammas: Sequence[float], table: Table, at_once: int, p: Protocol
 ) -> None:
-    """Everything that the table does not have yet."""
+    """Run all jobs that the table does not have yet."""
 
     def missing(job: Job) -> bool:
         return any((*job, length) not in table for length in p.lengths)
@@ -183,21 +183,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(DESIGNS), choices=list(DESIGNS))
     parser.add_argument("--gammas", nargs="+", type=float, default=[0.1, 0.5])
     parser.add_argument(
-        "--seeds", nargs="*", type=int, default=list(range(10)), help="none: fixed kernels alone"
+        "--seeds", nargs="*", type=int, default=list(range(10)), help="none: only fixed kernels"
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--train-length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--sequences", type=int, default=2000, help="for each length")
-    parser.add_argument("--at-once", type=int, default=8, help="models that share the GPU")
+    parser.add_argument("--sequences", type=int, default=2000, help="sequences per length")
+    parser.add_argument("--at-once", type=int, default=8, help="models trained side by side")
     add_run_options(parser)
-    options = parser.parse_args(arguments)
-    if options.smoke:
-        options.gammas, options.seeds, options.lengths, options.train_length = [0.1], [0], [64], 64
-        options.steps, options.batch_size, options.sequences = 5, 8, 64
-    return options
+    smoke = {
+        **{"gammas": [0.1], "seeds": [0], "lengths": [64], "train_length": 64},
+        **{"steps": 5, "batch_size": 8, "sequences": 64},
+    }
+    return parse_options(parser, arguments, smoke)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,23 +1,24 @@
 """results.csv as tables: python -m experiments.heavy_tail.summary [--out FOLDER]
 
-Mean and standard deviation over seeds beside the paper's, and whether Frac is ahead of each
-baseline at each length: p of a one-sided Welch test over seeds.
+Mean and standard deviation over seeds beside the paper's, and p of a one-sided Welch test over
+seeds that Frac is ahead of each baseline at each length.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.heavy_tail.model import DESIGNS
 from experiments.heavy_tail.run import HERE, LENGTHS, results
 from experiments.style import NAMES as MODEL_NAMES
-from experiments.style import cell
+from experiments.style import cell, fewer
 from flash_frac.drawing import short
 from flash_frac.extras import require
 
-# The paper's Table on 10 runs, γ = 0.1: mean and standard deviation at LENGTHS.
+# The paper's table of 10 runs, γ = 0.1: mean and standard deviation at LENGTHS.
 PAPER = {
     "attention": ((97.6, 65.9, 50.5, 50.1, 50.9, 48.6, 50.0), (0.8, 3.7, 3.3, 3.0, 3.2, 1.7, 3.7)),
     "mamba2": ((82.7, 74.0, 60.9, 59.4, 56.0, 57.9, 51.3), (2.9, 3.6, 4.5, 5.4, 3.5, 3.2, 4.3)),
@@ -30,11 +31,14 @@ PAPER = {
 }
 NAMES = {
     "frac": MODEL_NAMES["frac"],
+    "frac_paper_clock": MODEL_NAMES["frac_paper_clock"],
     "frac_ours": MODEL_NAMES["frac_ours"],
     "frac_dilated": "Frac, dilation alone",
     "frac_early": "Frac, early regime alone",
     "frac_delta": MODEL_NAMES["frac_delta"],
     **{name: shown for name, shown in MODEL_NAMES.items() if not name.startswith("frac")},
+    "mamba2_dilated": "Mamba2, dilation",
+    "gated_deltanet_dilated": "Gated DeltaNet, dilation",
     "attention_nope": "attention, no positions",
     "sum": "plain sum",
     "last": "last event",
@@ -46,12 +50,12 @@ NAMES = {
     "bank": "fixed bank, τ to 2^17",
 }
 
-# Accuracies in percent of all seeds, by model and length.
+# Accuracies of all seeds in percent, by model and length.
 Accuracies = Mapping[str, Mapping[int, Sequence[float]]]
 
 
 def accuracies(folder: Path, gamma: float) -> dict[str, dict[int, list[float]]]:
-    """Of every model and fixed kernel, in the order of NAMES."""
+    """Accuracies of every model and fixed kernel, in the order of NAMES."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in results(folder).rows.values():
         if float(row["gamma"]) == gamma:
@@ -61,14 +65,15 @@ def accuracies(folder: Path, gamma: float) -> dict[str, dict[int, list[float]]]:
 
 
 def table(found: Accuracies, *, paper: bool) -> list[str]:
-    """Rows of a Markdown table, the paper's below each of its models."""
+    """Rows of a Markdown table; the paper's row follows that of the same model."""
     lengths = sorted({n for along in found.values() for n in along})
     heads = [short(n) for n in lengths]
     lines = [f"| | seeds | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, along in found.items():
-        cells = [cell(along[n], 1) for n in lengths]
-        seeds = len(along[lengths[0]]) if name in DESIGNS else ""
-        lines.append(f"| {NAMES[name]} | {seeds} | {' | '.join(cells)} |")
+        seeds = max(map(len, along.values()))
+        cells = [cell(along[n], 1) + fewer(along[n], seeds) if n in along else "" for n in lengths]
+        shown = seeds if name in DESIGNS else ""
+        lines.append(f"| {NAMES[name]} | {shown} | {' | '.join(cells)} |")
         if paper and name in PAPER:
             pairs = zip(LENGTHS, *PAPER[name], strict=True)
             known = {n: f"*{mean} ± {spread}*" for n, mean, spread in pairs}
@@ -78,7 +83,7 @@ def table(found: Accuracies, *, paper: bool) -> list[str]:
 
 
 def lead(found: Accuracies, leader: str) -> list[str]:
-    """Rows of a Markdown table: p that `leader` is not ahead of each other model."""
+    """Rows of a Markdown table: p-values that `leader` is not ahead of each other model."""
     stats = require("scipy.stats", "theory", "the test of the ordering")
     others = [name for name in found if name in DESIGNS and not name.startswith("frac")]
     lengths = list(found[leader])
@@ -89,11 +94,13 @@ def lead(found: Accuracies, leader: str) -> list[str]:
     for name in others:
         tests = [
             stats.ttest_ind(
-                found[leader][n], found[name][n], equal_var=False, alternative="greater"
+                found[leader][n], found[name].get(n, ()), equal_var=False, alternative="greater"
             ).pvalue
             for n in lengths
         ]
-        lines.append(f"| {NAMES[name]} | {' | '.join(f'{p:.2g}' for p in tests)} |")
+        # One seed has no spread to test against.
+        cells = ("" if math.isnan(p) else f"{p:.2g}" for p in tests)
+        lines.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
     return lines
 
 

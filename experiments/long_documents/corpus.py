@@ -1,4 +1,4 @@
-"""A corpus as token ids in one small folder, which neither tokenizer nor `datasets` is needed for.
+"""A corpus as token ids in one small folder, readable without a tokenizer or `datasets`.
 
 - `train.xz`, `held_out.xz`: little-endian uint16, each document followed by its eos token.
 - `corpus.json`: counts, the vocabulary, and the sentence of `recall` in tokens.
@@ -20,18 +20,18 @@ from torch import Tensor
 from experiments.long_documents.recall import Phrases, find_phrases
 from flash_frac.files import read_object
 
-# Two bytes are one token, which the coder is told so that it keeps their statistics apart.
+# A token is two bytes; the coder then keeps separate statistics for each.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lp": 1, "pb": 1, "dict_size": 1 << 26}]
 _TOKEN = np.dtype("<u2")
 _PIECE = 1 << 22
 
 
 class Corpus(NamedTuple):
-    """Token ids to train on and held-out ones, of documents that flow on.
+    """Token ids for training and held-out ones, of concatenated documents.
 
     Fields:
         train, held_out: (S,) uint16 each.
-        held_out_documents: how many they are.
+        held_out_documents: number of held-out documents.
         vocab_size: V.
         phrases: the sentence of `recall`.
     """
@@ -44,7 +44,7 @@ class Corpus(NamedTuple):
 
 
 def write_corpus(folder: Path, corpus: Corpus) -> None:
-    """Write the folder; corpus.json comes last, so that it tells of whole files."""
+    """Write the folder; corpus.json comes last, so its presence means that all files are whole."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "held_out"):
         tokens = np.ascontiguousarray(getattr(corpus, name), _TOKEN)
@@ -62,11 +62,11 @@ def write_corpus(folder: Path, corpus: Corpus) -> None:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """The corpus in a folder that `write_corpus` made."""
+    """Read a corpus from a folder written by `write_corpus`."""
     if not (folder / "corpus.json").exists():
         raise ValueError(
-            f"folder must hold corpus.json, got {folder}; python -m "
-            "experiments.long_documents.prepare makes it"
+            f"folder must hold corpus.json, got {folder}; run python -m "
+            "experiments.long_documents.prepare"
         )
     counts = dict.fromkeys(("train", "held_out", "held_out_documents", "vocab_size"), int)
     facts = read_object(folder / "corpus.json", {**counts, "phrases": dict})
@@ -84,7 +84,7 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def toy_corpus() -> Corpus:
-    """Letters by chance, for smoke tests: 259 tokens of bytes, as many documents as needed."""
+    """Random letters for smoke tests: a byte vocabulary of 259, as many documents as needed."""
     rng = np.random.default_rng(0)
     train, held_out = (rng.integers(35, 100, size, _TOKEN.type) for size in (8192, 4096))
     phrases = find_phrases(lambda text: [3 + byte for byte in text.encode()])
@@ -92,11 +92,11 @@ def toy_corpus() -> Corpus:
 
 
 def training_rows(tokens: NDArray[np.uint16], length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, length), int32: all tokens in turn, the rest left out."""
+    """Inputs and targets (N, length), int32, of consecutive rows; an incomplete one is dropped."""
     num = (len(tokens) - 1) // length
     if num < 1:
         raise ValueError(
-            f"length must be below the {len(tokens)} tokens there are, got {length}; use more text"
+            f"length must be below the {len(tokens)} tokens, got {length}; use more text"
         )
     ids = torch.from_numpy(tokens[: num * length + 1].astype(np.int32))
     return ids[:-1].view(num, length), ids[1:].view(num, length)
@@ -105,14 +105,14 @@ def training_rows(tokens: NDArray[np.uint16], length: int) -> tuple[Tensor, Tens
 def windows(
     tokens: NDArray[np.uint16], length: int, *, longest: int, max_tokens: int | None = None
 ) -> Tensor:
-    """Windows (N, length + 1), int64, whose targets are the same tokens whatever the length.
+    """Windows (N, length + 1), int64, whose targets are the same tokens for any length.
 
-    They are tokens 1 to S, for the largest S that is a multiple of `longest`; each window predicts
-    from its first token on, and its last target is the first token of the next window.
+    The targets are tokens 1 to S, for the largest S that is a multiple of `longest`. Each window
+    predicts from its first token on; its last target is the first token of the next window.
 
     Args:
-        longest: a multiple of every length that is compared.
-        max_tokens: at most so many are scored; all if None.
+        longest: a multiple of every length to compare.
+        max_tokens: most tokens to score; all if None.
     """
     if longest % length:
         raise ValueError(f"length must divide longest ({longest}), got {length}")
@@ -128,5 +128,5 @@ def windows(
 
 
 def batches(rows: Tensor, tokens_at_once: int) -> Iterator[Tensor]:
-    """Rows (N, T) in parts of about so many tokens, at least one row each."""
+    """Split rows (N, T) into parts of about this many tokens, at least one row each."""
     yield from rows.split(max(1, tokens_at_once // rows.shape[1]))

@@ -1,4 +1,4 @@
-"""What is measured of a trained language model: perplexity by context, recall by distance."""
+"""Measurements of a trained language model: perplexity by context, recall by distance."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from experiments.long_documents.corpus import Corpus, batches, windows
 from experiments.long_documents.recall import draw_questions, plant, recall
 from flash_frac.models.evaluating import evaluating
 
-# Tokens that are read at once, over all rows: 8 GB of logits with 32,000 tokens.
+# Tokens read at once, over all rows: 8 GB of logits with a vocabulary of 32,000.
 TOKENS_AT_ONCE = 2**16
-# Of the questions, the same for all models.
+# Seed of the questions, which are the same for all models.
 QUESTION_SEED = 1_000_003
 
 
 def loss_of_windows(
     model: CausalModel, rows: Tensor, *, tokens_at_once: int = TOKENS_AT_ONCE
 ) -> float:
-    """Mean loss in nats of all tokens of rows (N, T) but the first of each."""
+    """Mean loss in nats over all tokens of rows (N, T) but the first of each."""
     total = 0.0
     for part in batches(rows, tokens_at_once):
-        # Where a row is longer, it is read in pieces.
+        # Longer rows are read in pieces.
         losses = token_losses(model, part, tokens_at_once)
         total += losses.double().sum().item()
     return total / (rows.shape[0] * (rows.shape[1] - 1))
@@ -48,7 +48,7 @@ def last_logits(model: CausalModel, tokens: Tensor, count: int) -> Tensor:
 def perplexity_rows(
     model: CausalModel, corpus: Corpus, lengths: Sequence[int], *, max_tokens: int | None
 ) -> list[Mapping[str, object]]:
-    """For each length of windows the loss of the same held-out tokens."""
+    """Loss of the same held-out tokens for each window length."""
     found = []
     for length in lengths:
         rows = windows(corpus.held_out, length, longest=max(lengths), max_tokens=max_tokens)
@@ -68,7 +68,7 @@ def perplexity_rows(
 def recall_rows(
     model: CausalModel, corpus: Corpus, distances: Sequence[int], *, num_questions: int
 ) -> list[Mapping[str, object]]:
-    """For each distance the loss and the accuracy of a planted value, and of the control."""
+    """Loss and accuracy of a planted value, and of the control, for each distance."""
     if not distances:
         return []
     questions = draw_questions(

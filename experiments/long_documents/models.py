@@ -1,7 +1,7 @@
-"""The models that are compared: about 30M parameters beside the embeddings, all of width 512.
+"""The models to compare: about 30M parameters without embeddings, all of width 512.
 
-Attention and Gated DeltaNet have a SwiGLU after every mixer, as they are published; Frac and the
-Mambas have none, and more layers instead. Sizes that nobody prescribes are chosen for the count.
+Attention and Gated DeltaNet have a SwiGLU after every mixer, as published; Frac and the Mambas have
+none, and more layers instead. Other sizes are chosen to match the parameter count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.baselines import published_frac
+from experiments.baselines import PAPER_CLOCK, published_frac
 from experiments.language_model import LanguageModel, LanguageModelDesign, num_parameters
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.recipes import find_config
@@ -22,7 +22,7 @@ RECIPE = find_config("frac-30m")
 def frac_design(
     options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
 ) -> LanguageModelDesign:
-    """Frac at 30M, with other options of FracMixer and other ControlSettings, if given."""
+    """`frac-30m`, with the given options of FracMixer and ControlSettings."""
     return _design("frac", 16, 8, 128, options=published_frac(options, settings))
 
 
@@ -42,6 +42,7 @@ def _design(
 
 DESIGNS = {
     "frac": frac_design(),
+    "frac_paper_clock": frac_design(settings=PAPER_CLOCK),
     "attention": _design("attention", 9, 8, 64, mlp_size=1472),
     "qwen3": _design("attention", 9, 8, 64, options={"qk_norm": True}, mlp_size=1472),
     "mamba2": _design("mamba2", 17, 16, 64, options={"state_size": 128}),
@@ -51,7 +52,7 @@ DESIGNS = {
 
 
 def fitted(design: LanguageModelDesign, vocab_size: int, *, smoke: bool) -> LanguageModelDesign:
-    """The design for a vocabulary; with `smoke`, at a size for seconds on a CPU."""
+    """The design for a vocabulary; with `smoke`, one that runs in seconds on a CPU."""
     if not smoke:
         return dataclasses.replace(design, vocab_size=vocab_size)
     return dataclasses.replace(
@@ -66,16 +67,17 @@ def fitted(design: LanguageModelDesign, vocab_size: int, *, smoke: bool) -> Lang
 
 
 def num_inner_parameters(model: Any) -> int:
-    """Parameters beside the embeddings."""
+    """Number of parameters without embeddings."""
     return num_parameters(model) - model.embed_tokens.weight.numel()
 
 
 def save_frac(model: LanguageModel, folder: Path) -> None:
-    """Write a "frac" of DESIGNS as a checkpoint of the library, without a tokenizer.
+    """Save a Frac model of DESIGNS as a checkpoint of the library, without a tokenizer.
 
     Example: `save_frac(model, Path("runs/frac"))`, then `FracForCausalLM.from_pretrained(...)`
     """
     design = model.design
+    settings = design.options["settings"]
     config = FracConfig.from_pretrained(
         RECIPE,
         vocab_size=design.vocab_size,
@@ -84,6 +86,7 @@ def save_frac(model: LanguageModel, folder: Path) -> None:
         num_hidden_layers=design.num_layers,
         num_attention_heads=design.num_heads,
         frac_head_dim=design.head_dim,
+        **{f"frac_{name}": getattr(settings, name) for name in PAPER_CLOCK},
     )
     whole = FracForCausalLM(config)
     names = {name.removeprefix("model."): name for name in whole.state_dict()}

@@ -1,51 +1,40 @@
 """Draw results.csv as figure.svg: python -m experiments.long_documents.plot [--out FOLDER]
 
-Perplexity against context, a panel for each number of training steps (or for that of --steps), and
-recall against distance for the largest.
+Perplexity against context, one panel per number of training steps (or only --steps), and recall
+against distance for the largest number.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.long_documents.run import HERE
-from experiments.long_documents.summary import Runs, asked_runs, ratios
-from experiments.style import COLOURS, NAMES, curve
-from flash_frac.drawing import GREY, faint_grid, figure_at, length_axis, short
+from experiments.long_documents.summary import Runs, asked_runs
+from experiments.style import COLOURS, NAMES, curve, from_zero, mark_guessing, mark_lengths
+from flash_frac.drawing import figure_at
 
-# Of the relative perplexities that are drawn: attention's grow without bound beyond training.
-HIGHEST = 1.2
-# Legends stand above their panels.
-_ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "frameon": False, "alignment": "left"}
-
-
-def relative(runs: Runs) -> dict[int, list[float]]:
-    """Each seed's perplexities over its own at the length of training, or at the shortest there
-    is."""
-    values = runs.by_seed("perplexity", "perplexity")
-    reference = values.get(runs.train_length, values[min(values)])
-    return {length: ratios(values[length], reference) for length in values}
-
-
-def label(name: str, runs: Runs) -> str:
-    """A model, its perplexity at the length of training, which `relative` leaves out, and seeds."""
-    values = runs.values("perplexity", "perplexity").get(runs.train_length)
-    there = f" {statistics.mean(values):.1f}" if values else ""
-    return f"{NAMES[name]}{there} ({runs.num_seeds})"
+# Upper limit of the plot, over the highest perplexity at the training length: attention's grows
+# without bound beyond it.
+HIGHEST = 1.5
+# Legends are above their panels.
+_ABOVE = {
+    **{"loc": "lower left", "bbox_to_anchor": (0, 1), "frameon": False, "alignment": "left"},
+    **{"fontsize": 8, "title_fontsize": 8},
+}
 
 
 def draw_perplexity(axes: Any, found: Mapping[str, Runs], steps: int) -> None:
-    lowest = 1.0
+    """Perplexity against context, on an axis from 0 that shows the order of the models."""
+    trained = []
     for name, runs in found.items():
-        ratio = relative(runs)
-        lowest = min(lowest, *(min(values) for values in ratio.values()))
-        curve(axes, ratio, colour=COLOURS[name], label=label(name, runs))
-    length = short(next(iter(found.values())).train_length)
-    axes.set(xlabel="context, tokens", ylabel=f"perplexity over that at {length}")
-    axes.set_ylim(lowest - 0.02, min(axes.get_ylim()[1], HIGHEST))
-    axes.legend(title=f"{steps:,} steps: perplexity at {length} (seeds)", **_ABOVE)
+        values = runs.values("perplexity", "perplexity")
+        trained += values.get(runs.train_length, values[min(values)])
+        curve(axes, values, colour=COLOURS[name], label=f"{NAMES[name]} ({runs.shown_seeds})")
+    axes.set(xlabel="context, tokens", ylabel="perplexity")
+    from_zero(axes, HIGHEST * max(trained))
+    mark_lengths(axes, next(iter(found.values())).train_length)
+    axes.legend(title=f"{steps:,} steps: perplexity (seeds)", **_ABOVE)
 
 
 def draw_recall(axes: Any, found: Mapping[str, Runs], steps: int) -> None:
@@ -53,18 +42,12 @@ def draw_recall(axes: Any, found: Mapping[str, Runs], steps: int) -> None:
         recalled = runs.values("recall", "accuracy")
         percent = {distance: [100 * v for v in recalled[distance]] for distance in recalled}
         curve(axes, percent, colour=COLOURS[name], label=NAMES[name])
-    axes.axhline(10, color=GREY, lw=0.8, ls=":")
-    axes.set(xlabel="distance of the fact, tokens", ylabel="digits right, percent", ylim=(-3, 103))
+    mark_guessing(axes, 10)
+    axes.set(
+        xlabel="distance of the fact, tokens", ylabel="digits correct, percent", ylim=(-3, 103)
+    )
+    mark_lengths(axes, next(iter(found.values())).train_length)
     axes.legend(title=f"{steps:,} steps: recall", **_ABOVE)
-
-
-def mark(axes: Any, train_length: int) -> None:
-    """A logarithmic axis of the lengths that are drawn, and a line at that of training."""
-    curves = [line for line in axes.lines if line.get_marker() == "o"]
-    shown = sorted({int(n) for line in curves for n in line.get_xdata()})
-    axes.axvline(train_length, color=GREY, lw=0.8)
-    length_axis(axes, shown)
-    faint_grid(axes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,13 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps: {name: runs[name] for name in NAMES if name in runs}
         for steps, runs in by_steps.items()
     }
-    panels = [(draw_perplexity, steps) for steps in by_steps] + [(draw_recall, max(by_steps))]
+    panels = [(draw_perplexity, steps) for steps in by_steps]
+    longest = max(by_steps)
+    if any(runs.values("recall", "accuracy") for runs in by_steps[longest].values()):
+        panels.append((draw_recall, longest))
     size = (4.2 * len(panels), 4)
     with figure_at(folder / "figure.svg", size, [1] * len(panels)) as (_, axes):
         for axis, (draw, steps) in zip(axes, panels, strict=True):
-            found = by_steps[steps]
-            draw(axis, found, steps)
-            mark(axis, next(iter(found.values())).train_length)
+            draw(axis, by_steps[steps], steps)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Tokenise a corpus once, so that training needs nothing but numpy to read it.
+"""Tokenise a corpus once, so that training needs only numpy to read it.
 
     python -m experiments.long_documents.prepare data/rfc.jsonl data/tokenizer-32k data/rfc_tokens
 
-The documents, from experiments/rfc/prepare.py, are split and joined as in experiments/rfc: 2% held
-out by a hash of their text, an eos token behind each. --train-tokens leaves the last ones out, for
-a machine that only a small file can be carried to.
+The documents, from experiments/rfc/prepare.py, are split and joined as in experiments/rfc: 2% are
+held out by a hash of their text, and an eos token follows each. --train-tokens drops the last
+training tokens, for a machine that takes only small files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HELD_OUT, SPLIT_SEED = 0.02, 0
 
 
 def make_corpus(documents: Path, tokenizer_name: str, train_tokens: int | None) -> Corpus:
-    """The documents of a file, in the tokens of a tokenizer with at most 65,536 of them."""
+    """The documents of a file, tokenised; the vocabulary has at most 65,536 tokens."""
     tokenizer = load_tokenizer(tokenizer_name)
     encoder = Encoder(tokenizer)
     if encoder.dtype.itemsize > 2:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("documents", type=Path, help="a .jsonl file with the field text")
     parser.add_argument("tokenizer", help="a folder, or 'bytes'")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--train-tokens", type=int, help="at most so many; all unless told")
+    parser.add_argument("--train-tokens", type=int, help="most training tokens; default all")
     options = parser.parse_args(arguments)
     corpus = make_corpus(options.documents, options.tokenizer, options.train_tokens)
     write_corpus(options.out, corpus)

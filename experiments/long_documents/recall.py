@@ -1,11 +1,11 @@
-"""A fact planted in a text, and asked for again a known number of tokens later.
+"""Recall of a fact that was planted in a text a known number of tokens earlier.
 
     ... The access code of Corwick is 48213. ... text ... The access code of Corwick is 48213
 
 The row ends with the value, whose tokens are scored. Name, value and the text around the question
-are the same at all distances, so that rows differ by the distance alone. In the control the
-sentence states the value of another row: what a model then scores it owes to the words of the
-question and to the habits of digits, not to memory.
+are the same at all distances, so rows differ only in the distance. In the control the sentence
+states the value of another row: a model's score there comes from the wording of the question and
+from digit statistics, not from memory.
 
 Letters: N rows, T tokens of a row, V vocabulary.
 """
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 NUM_DIGITS = 5
-"""Digits of a value; one token each."""
+"""Digits of a value, one token each."""
 LEAD = 64
-"""Tokens of a row before the stated value: the sentence, and some text before it."""
+"""Tokens of a row before the stated value: the sentence, preceded by text."""
 NAMES = tuple(
     first + last
     for first, last in product(
@@ -53,8 +53,8 @@ class Phrases(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """N questions: indices of their names (N,), values (N, NUM_DIGITS) in 0 to 9, and where in the
-    text their rows end (N,)."""
+    """N questions: indices of their names (N,), values (N, NUM_DIGITS) in 0 to 9, and the text
+    positions where their rows end (N,)."""
 
     names: NDArray[np.int64]
     values: NDArray[np.int64]
@@ -62,9 +62,9 @@ class Questions(NamedTuple):
 
 
 class Recall(NamedTuple):
-    """Mean loss of the digits in nats, share of digits and share of whole values that are right.
+    """Mean loss of the digits in nats, and accuracy of digits and of whole values.
 
-    A digit is right if no other token of the vocabulary is likelier, given the digits before it.
+    A digit is right if it is the most likely token of the vocabulary, given the digits before it.
     """
 
     loss: float
@@ -73,7 +73,7 @@ class Recall(NamedTuple):
 
 
 def find_phrases(encode: Callable[[str], Sequence[int]], names: Sequence[str] = NAMES) -> Phrases:
-    """The sentence in the tokens of `encode`, which must give each digit a token of its own."""
+    """The sentence, tokenised by `encode`, which must map each digit to its own token."""
 
     def sentence(name: str, digit: int) -> list[int]:
         return list(encode(f"\n\nThe access code of {name} is {str(digit) * NUM_DIGITS}.\n\n"))
@@ -85,7 +85,7 @@ def find_phrases(encode: Callable[[str], Sequence[int]], names: Sequence[str] = 
         start = differ[0] if differ else 0
         if len(zeros) != len(ones) or differ != list(range(start, start + NUM_DIGITS)):
             raise ValueError(
-                "encode must give each digit a token of its own, as the tokenizers of Llama, "
+                "encode must map each digit to its own token, as the tokenizers of Llama, "
                 f"Mistral v1 or bytes do; got {zeros} and {ones} for zeros and ones"
             )
         questions.append(zeros[:start])
@@ -97,7 +97,7 @@ def find_phrases(encode: Callable[[str], Sequence[int]], names: Sequence[str] = 
 def draw_questions(
     num: int, *, num_names: int, text_length: int, longest: int, seed: int
 ) -> Questions:
-    """Questions whose rows are in the text at every distance up to `longest`."""
+    """Questions whose rows fit into the text at every distance up to `longest`."""
     needed = row_length(longest)
     if text_length < needed:
         raise ValueError(
@@ -131,7 +131,7 @@ def plant(
 
     Args:
         text: (S,) token ids.
-        distance: from the first digit that is stated to the first that is asked for.
+        distance: from the first stated digit to the first digit of the answer.
         control: whether each sentence states the value of the next row instead of its own.
     """
     length = row_length(distance)
@@ -155,7 +155,7 @@ def plant(
 
 @torch.no_grad()
 def recall(answers: Answers, rows: Tensor, *, rows_at_once: int) -> Recall:
-    """How well the last NUM_DIGITS tokens of rows (N, T) are told from those before them."""
+    """How well the last NUM_DIGITS tokens of rows (N, T) are predicted from those before."""
     losses, right = [], []
     for part in rows.split(rows_at_once):
         logits, values = answers(part, NUM_DIGITS).float(), part[:, -NUM_DIGITS:]

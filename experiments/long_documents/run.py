@@ -1,9 +1,10 @@
-"""Perplexity and recall against length, of models of 30M parameters trained at 4K on the RFCs.
+"""Perplexity and recall against length, for models trained at 4K on the RFCs: 30M parameters
+without embeddings.
 
     python -m experiments.long_documents.run --corpus data/rfc_tokens [--models frac mamba2 ...]
 
-Each model reads the same rows in the same order. Its rows go to results.csv when it is done, and a
-model that is there is not trained again.
+Each model reads the same rows in the same order. Its results go to results.csv when it is done; a
+model that has results, and with --save a checkpoint, is not trained again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from experiments.language_model import CausalModel, LanguageModel, make_model
 from experiments.long_documents import study
 from experiments.long_documents.models import DESIGNS, fitted, save_frac
-from experiments.table import out_folder
+from experiments.table import out_folder, parse_options
 
 HERE = Path(__file__).parent
 LENGTHS = [2**n for n in range(10, 17)]
@@ -29,14 +30,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=DESIGNS, default=list(DESIGNS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--distances", nargs="*", type=int, default=DISTANCES)
-    parser.add_argument("--questions", type=int, default=128, help="for each distance")
+    parser.add_argument("--questions", type=int, default=128, help="questions per distance")
     parser.add_argument("--save", type=Path, help="folder for checkpoints of the Frac models")
     study.add_options(parser, steps=STEPS)
-    options = parser.parse_args(arguments)
-    if options.smoke:
-        study.shrink(options)
-        options.distances, options.questions = [64, 256], 4
-    return options
+    smoke = study.SMOKE | {"distances": [64, 256], "questions": 4}
+    return parse_options(parser, arguments, smoke)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,13 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         design = fitted(DESIGNS[name], protocol.corpus.vocab_size, smoke=options.smoke)
         return make_model(design, seed)
 
-    def keep(facts: dict, model: CausalModel) -> None:
-        if options.save is not None and facts["model"] == "frac":
-            assert isinstance(model, LanguageModel)
-            save_frac(model, options.save / f"frac-lr{facts['lr']:g}-seed{facts['seed']}")
+    def keep(job: study.Job, model: CausalModel, facts: dict) -> None:
+        assert isinstance(model, LanguageModel)
+        if options.save is not None and model.design.mixer == "frac":
+            save_frac(model, job.checkpoint(options.save))
+            study.write_facts(job.checkpoint(options.save), facts)
+
+    def kept(job: study.Job) -> bool:
+        return DESIGNS[job.model].mixer != "frac" or study.has_checkpoint(job, options.save)
 
     table = study.results(out_folder(options, HERE))
-    study.run(study.make_jobs(options, options.models), make, table, protocol, keep)
+    study.run(study.make_jobs(options, options.models), make, table, protocol, keep, kept)
     print(f"{table.path}: {len(table.rows)} rows")
 
 

@@ -1,7 +1,7 @@
-"""Train language models on one corpus, all alike, and keep what is measured of each.
+"""Train language models on one corpus by one protocol, and record measurements of each.
 
-What `experiments/long_documents`, `experiments/ablation` and `experiments/mixed_models` share: the
-protocol, the options of the command line, and the rows of results.csv.
+Shared by `experiments/long_documents`, `experiments/ablation`, `experiments/mixed_models` and
+`experiments/parametrisation`: the protocol, the command-line options, and the rows of results.csv.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from experiments.training import (
     train_side_by_side,
     training_device,
 )
+from flash_frac.files import write_json
 
 KEY = ("model", "lr", "seed", "steps", "measurement", "length")
 COLUMNS = (
@@ -37,31 +38,42 @@ COLUMNS = (
     *("batch_size", "train_length", "train_loss", "parameters", "train_s", "measure_s"),
     *("commit", "machine", "torch"),
 )
-# Steps whose losses are averaged in train_loss and in reports, and steps between reports.
+# Steps averaged in train_loss and in progress reports, and steps between reports.
 _LAST_STEPS = 50
 _REPORT_EVERY = 100
+# The last file of a checkpoint.
+FACTS = "facts.json"
+SMOKE = {
+    **{"seeds": [0], "lrs": [2e-3], "steps": 3},
+    **{"batch_size": 4, "train_length": 64, "lengths": [64, 128]},
+}
+"""Options of a smoke test."""
 
 
 class Job(NamedTuple):
-    """A model to train: the first columns of its rows."""
+    """A model to train; the fields are the first columns of its rows."""
 
     model: str
     lr: float
     seed: int
     steps: int
 
+    def checkpoint(self, parent: Path) -> Path:
+        """Its folder among the checkpoints of --save."""
+        return parent / f"{self.model}-lr{self.lr:g}-seed{self.seed}-steps{self.steps}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What all models of a run share.
+    """Settings shared by all models of a run.
 
     Attributes:
-        train_length, batch_size: tokens of a training row, and rows of a step.
-        lengths: of the windows that perplexity is measured in.
-        distances: of the planted facts; none are planted if empty.
-        num_questions: for each distance.
-        max_tokens: at most so many held-out tokens are scored; all if None.
-        at_once: models that share the GPU.
+        train_length, batch_size: tokens per training row, and rows per step.
+        lengths: window lengths for perplexity.
+        distances: of the planted facts; recall is not measured if empty.
+        num_questions: per distance.
+        max_tokens: most held-out tokens to score; all if None.
+        at_once: models trained side by side.
     """
 
     corpus: Corpus
@@ -78,28 +90,29 @@ class Protocol:
 
     @property
     def measurements(self) -> list[tuple[str, int]]:
-        """The last columns of KEY that each model has rows for."""
+        """The last columns of KEY, for all rows of a model."""
         return [
             *(("perplexity", length) for length in self.lengths),
             *(("recall", distance) for distance in self.distances),
         ]
 
 
-# The model of a name and a seed, on the CPU.
+# Makes the model of a name and a seed, on the CPU.
 Make = Callable[[str, int], CausalModel]
-# What is done with a trained model before it is measured, given the columns that are known by then.
-Keep = Callable[[dict[str, object], CausalModel], None]
-# How a job's model changes while it is trained; None if it does not.
+# Saves what rows do not have: called with the job, a trained model before it is measured, and the
+# columns known by then.
+Keep = Callable[[Job, CausalModel, dict[str, object]], None]
+# Makes the schedule of changes to a job's model during training; None for no changes.
 Schedules = Callable[[Job], Schedule | None]
 
 
 def results(folder: Path) -> Table:
-    """The rows in a folder, found by KEY."""
+    """The table of a folder; KEY identifies a row."""
     return Table(folder / "results.csv", COLUMNS, num_key=len(KEY))
 
 
 def optimisation(job: Job, protocol: Protocol) -> Optimisation:
-    """AdamW as in experiments/rfc, but for its second beta, which is 0.999 here."""
+    """AdamW as in experiments/rfc, except for its second beta, which is 0.999 here."""
     return Optimisation(
         lr=job.lr,
         steps=job.steps,
@@ -120,7 +133,7 @@ def train_rows(
 ) -> Iterator[list[dict]]:
     """Train the jobs side by side, then yield the rows of each."""
     start = time.perf_counter()
-    # For models that draw numbers while they are trained.
+    # For models that draw random numbers in training.
     torch.manual_seed(jobs[0].seed)
     data = training_rows(protocol.corpus.train, protocol.train_length)
     inputs, targets = (rows.to(protocol.device) for rows in data)
@@ -150,17 +163,17 @@ def train_rows(
             **protocol.made_with,
         }
         if keep is not None:
-            keep(facts, training.model)
+            keep(job, training.model, facts)
         yield measured_rows(training.model, facts, protocol)
 
 
 def measured_rows(model: CausalModel, facts: dict[str, object], protocol: Protocol) -> list[dict]:
-    """The rows of a trained model; `facts` are their columns that are known without measuring."""
+    """The rows of a trained model; `facts` are the columns known without measuring."""
     return [dict.fromkeys(COLUMNS) | facts | row for row in measure(model, protocol)]
 
 
 def report(training: Training) -> bool:
-    """Print a line now and then, from which the time of a whole run can be told; never stop."""
+    """Print progress from time to time, to estimate the time of a run; never stops it."""
     if training.taken % _REPORT_EVERY == 0:
         recent = training.losses[training.taken - _LAST_STEPS : training.taken].mean().item()
         clock = time.strftime("%H:%M:%S")
@@ -190,10 +203,19 @@ def run(
     table: Table,
     protocol: Protocol,
     keep: Keep | None = None,
+    kept: Callable[[Job], bool] = lambda job: True,
     schedules: Schedules = lambda job: None,
 ) -> None:
-    """Everything that the table does not have yet; each model's rows come at once."""
-    jobs = [job for job in jobs if is_missing(job, table, protocol)]
+    """Run all jobs without rows in the table; each model's rows are added together.
+
+    Args:
+        keep, kept: what else to save of a model, and whether it is there; a job without it runs
+            again, and its new rows replace the old ones.
+    """
+    jobs = [job for job in jobs if is_missing(job, table, protocol) or not kept(job)]
+    for job in jobs:
+        if not is_missing(job, table, protocol):
+            print(f"{job.checkpoint(Path())} has rows but is not saved: trained again", flush=True)
     for start in range(0, len(jobs), protocol.at_once):
         together = jobs[start : start + protocol.at_once]
         for rows in train_rows(together, make, protocol, keep, schedules):
@@ -201,12 +223,22 @@ def run(
 
 
 def is_missing(job: Job, table: Table, protocol: Protocol) -> bool:
-    """Whether a measurement of the job's model is not in the table."""
+    """Whether the table lacks a measurement of the job's model."""
     return any((*job, *kind) not in table for kind in protocol.measurements)
 
 
+def write_facts(folder: Path, facts: dict[str, object]) -> None:
+    """Complete a checkpoint with the first columns of its rows."""
+    write_json(folder / FACTS, facts)
+
+
+def has_checkpoint(job: Job, parent: Path | None) -> bool:
+    """Whether the folder of --save, if there is one, has the complete checkpoint of a job."""
+    return parent is None or (job.checkpoint(parent) / FACTS).exists()
+
+
 def add_rows(table: Table, rows: Sequence[dict]) -> None:
-    """Keep the rows of a model, and print them."""
+    """Save the rows of a model, and print them."""
     table.append(rows)
     values = [f"{row['length']}:{row['perplexity'] or row['accuracy']}" for row in rows]
     first = rows[0]
@@ -215,31 +247,25 @@ def add_rows(table: Table, rows: Sequence[dict]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, *, steps: int) -> None:
-    """The options that both experiments have."""
-    parser.add_argument("--corpus", type=Path, help="the folder that prepare.py made")
+    """Add the options that these experiments share."""
+    parser.add_argument("--corpus", type=Path, help="folder written by prepare.py")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--batch-size", type=int, default=8, help="rows of a step")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows per step")
     parser.add_argument("--train-length", type=int, default=4096)
-    parser.add_argument("--max-tokens", type=int, help="held-out tokens that are scored; all")
-    parser.add_argument("--at-once", type=int, default=1, help="models that share the GPU")
+    parser.add_argument("--max-tokens", type=int, help="most held-out tokens to score; default all")
+    parser.add_argument("--at-once", type=int, default=1, help="models trained side by side")
     add_run_options(parser)
-
-
-def shrink(options: argparse.Namespace) -> None:
-    """Sizes of a smoke test, in place."""
-    options.seeds, options.lrs, options.steps = [0], [2e-3], 3
-    options.batch_size, options.train_length, options.lengths = 4, 64, [64, 128]
 
 
 def make_protocol(
     options: argparse.Namespace, distances: Sequence[int] = (), num_questions: int = 0
 ) -> Protocol:
-    """The protocol that follows from the options; `options.lengths` must be there."""
+    """The protocol set by the options, which must include `lengths`."""
     if options.corpus is None and not options.smoke:
         raise SystemExit(
-            "--corpus must name the folder that python -m experiments.long_documents.prepare made; "
+            "--corpus must name a folder written by python -m experiments.long_documents.prepare; "
             "or use --smoke"
         )
     device = training_device()
@@ -259,7 +285,7 @@ def make_protocol(
 
 
 def make_jobs(options: argparse.Namespace, models: Sequence[str]) -> list[Job]:
-    """Seeds outermost, so that an interrupted run has whole comparisons."""
+    """Jobs with seeds outermost, so that an interrupted run has complete comparisons."""
     return [
         Job(model, lr, seed, options.steps)
         for seed, lr, model in product(options.seeds, options.lrs, models)

@@ -3,11 +3,11 @@
     macro = mean over classes v of   hits_v / targets_v
     micro = Σ_v hits_v / Σ_v targets_v
 
-Macro leaves out a class that is neither a target nor predicted; one that is predicted though it is
-never a target counts as 0. Predictions where the target is IGNORE count nowhere.
+Macro skips classes that are neither a target nor predicted; a class that is predicted but never a
+target counts as 0. Predictions where the target is IGNORE are not counted.
 
 The official runs take the macro accuracy of each batch and then the mean over batches, weighted by
-their sizes; `Accuracy.batch_mean` is that number. `Accuracy.macro` is of all batches together.
+batch size: `Accuracy.batch_mean`. `Accuracy.macro` is over all batches together.
 Letters: B batch, T time, V classes.
 """
 
@@ -20,22 +20,22 @@ from experiments.madlab.tasks import IGNORE
 
 
 def confusion(predicted: Tensor, target: Tensor, num_classes: int) -> Tensor:
-    """Counts (V, V) of scored tokens, by target and then by prediction.
+    """Counts (V, V) of scored tokens: targets in rows, predictions in columns.
 
     Args:
         predicted, target: integer tensors of one shape; IGNORE in `target` is not scored.
         num_classes: V.
     """
-    # One cell more for what is not scored: a choice of tokens would wait for the device.
+    # An extra cell for unscored tokens, because boolean indexing would sync with the device.
     cells = (target * num_classes + predicted).where(target != IGNORE, num_classes**2).flatten()
     counts = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=target.device)
-    # Not torch.bincount, which has no deterministic form on a GPU.
+    # Not torch.bincount, which is not deterministic on a GPU.
     counts.index_add_(0, cells, torch.ones_like(cells))
     return counts[:-1].view(num_classes, num_classes)
 
 
 def macro_accuracy(counts: Tensor) -> Tensor:
-    """Mean recall (a scalar) of the classes that were a target or predicted; 0 if there is none."""
+    """Mean recall (a scalar) over classes that were a target or predicted; 0 if there are none."""
     hits, targets, predictions = counts.diagonal(), counts.sum(1), counts.sum(0)
     recall = hits / targets.clamp_min(1)
     present = targets + predictions > 0
@@ -43,14 +43,14 @@ def macro_accuracy(counts: Tensor) -> Tensor:
 
 
 def micro_accuracy(counts: Tensor) -> Tensor:
-    """Share (a scalar) of scored tokens that are right; 0 if there is none."""
+    """Accuracy (a scalar) over scored tokens; 0 if there are none."""
     return counts.diagonal().sum() / counts.sum().clamp_min(1)
 
 
 class Accuracy:
     """Accuracies of the batches seen so far, scalars on the device of the predictions.
 
-    Nothing here waits for the device.
+    Nothing here syncs with the device.
 
     Example:
         >>> accuracy = Accuracy(num_classes=16)
@@ -77,7 +77,7 @@ class Accuracy:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def batch_mean(self) -> Tensor:
-        """Mean over batches of their macro accuracies, weighted by their numbers of sequences."""
+        """Mean over batches of the macro accuracy, weighted by the number of sequences."""
         if not self._batches:
             raise ValueError("there is no batch to take the accuracy of; call update first")
         weighted = torch.stack([size * accuracy for size, accuracy in self._batches])
@@ -93,7 +93,7 @@ class Accuracy:
 
     @property
     def counts(self) -> Tensor:
-        """Counts (V, V) of all batches, by target and then by prediction."""
+        """Counts (V, V) of all batches: targets in rows, predictions in columns."""
         if self._counts is None:
             raise ValueError("there is no batch to take the accuracy of; call update first")
         return self._counts

@@ -4,7 +4,7 @@
     language model:  logits_t = head(norm(h_t))
     autoencoder:     logits_i = head(norm(decoder(h_last + p_i))),  p_i a fixed table
 
-The autoencoder is for compression: it must tell every token from the hidden state of the last.
+The autoencoder is for compression: it must recover every token from the last hidden state.
 Letters: B batch, T time, E width, V vocabulary.
 """
 
@@ -31,7 +31,7 @@ INIT_STD = 0.02
 class Design(NamedTuple):
     """A mixer of `experiments.baselines.make_mixer`; its heads span `num_heads * head_dim`.
 
-    second: of the second block; the same mixer in both if None.
+    second: mixer of the second block; the same in both if None.
     """
 
     mixer: str
@@ -48,11 +48,11 @@ def _frac(**settings: Any) -> Design:
 
 _DELTA = Design("gated_deltanet", 8, 16, {"expand_v": 1.5})
 # The paper gives width 128, four taps, expansion 1.5 (Mamba2: 2) and eight heads (Frac: six), and
-# matches parameters at about 0.5M. Sizes of state that it does not give are chosen for that.
+# matches parameters at about 0.5M. State sizes that it does not give are chosen to match that.
 DESIGNS = {
     "frac": _frac(),
-    # The prior pulls all that is written to the fast modes, where it does not last.
-    "frac_ours": _frac(write_prior=False),
+    # The prior pulls all writes to the fast modes, where they do not last.
+    "frac_no_write_prior": _frac(write_prior=False),
     "mamba2": Design("mamba2", 8, 32, {"state_size": 64}),
     "mamba3": Design("mamba3", 8, 24, {"state_size": 128}),
     "gated_deltanet": _DELTA,
@@ -77,10 +77,10 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Logits (B, T, V) of the token asked for at each of the tokens (B, T).
+    """Logits (B, T, V) of the target at each of the tokens (B, T).
 
-    Embeddings start at N(0, 0.02) and biases of Linear layers at 0; all else keeps the start that
-    its own class gives it.
+    Embeddings start at N(0, 0.02) and biases of Linear layers at 0; all other parameters are
+    initialised by their own class.
     """
 
     def __init__(self, design: Design, vocab_size: int) -> None:
@@ -106,14 +106,15 @@ class LanguageModel(nn.Module):
 
 
 class AutoEncoder(LanguageModel):
-    """Logits (B, T, V) of every token, told from the hidden state of the last one alone.
+    """Logits (B, T, V) of every token, from the last hidden state alone.
 
-    Weights of all Linear layers, the mixers' too, start at N(0, 0.02), and their biases at 0. What
-    carries time in a mixer is no Linear layer's: dt_bias, A_log or D keep their own start, and the
-    bias of Frac's dyn_proj, the logits of delta, alpha and lambda, starts at 0 there as here.
+    Weights of all Linear layers, including the mixers', start at N(0, 0.02), and their biases at 0.
+    Time parameters of a mixer are not in Linear layers: dt_bias, A_log or D keep their own
+    initialisation. The bias of Frac's dyn_proj, the logits of delta, alpha and lambda, starts at 0
+    in any case.
 
     Args:
-        seq_len: T, which every input must have.
+        seq_len: T of every input.
     """
 
     positions: Tensor
@@ -150,7 +151,7 @@ def linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def swiglu_size(width: int) -> int:
-    """Two thirds of four times the width, up to a multiple of 16: 352 at 128."""
+    """Two thirds of four times the width, rounded up to a multiple of 16: 352 at 128."""
     return math.ceil(int(2 * 4 * width / 3) / 16) * 16
 
 
@@ -163,7 +164,7 @@ def position_table(seq_len: int, width: int) -> Tensor:
 
 
 def make_model(name: str, task: TaskSettings, seed: int) -> LanguageModel:
-    """The model of a design in `DESIGNS` for a task, its weights drawn from the seed.
+    """The model of a design in `DESIGNS` for a task, with weights drawn from the seed.
 
     Example:
         >>> model = make_model("frac", TASKS["compression"], seed=0)

@@ -13,12 +13,12 @@ from typing import Any
 from experiments.madlab.run import HERE, results
 from experiments.madlab.settings import PRESETS
 from experiments.madlab.summary import PAPER, TASK_NAMES, Score, best_scores, table
-from experiments.style import COLOURS, NAMES
-from flash_frac.drawing import INK, faint_grid, figure_at
+from experiments.style import COLOURS, NAMES, figure_legend
+from flash_frac.drawing import INK, PALE, faint_grid, figure_at
 
 
 def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
-    """Bars by task and model with their spread; the paper's numbers as lines across."""
+    """Bars by task and model with their spread; the paper's numbers as horizontal lines."""
     tasks = [task for task in TASK_NAMES if any(task == found for found, _ in scores)]
     models = [model for model in NAMES if any(model == found for _, found in scores)]
     width = 0.8 / len(models)
@@ -37,10 +37,11 @@ def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
             paper = PAPER.get(model, {}).get(task, (0.0, 0.0))[0]
             if paper:
                 axes.hlines(paper, at - 0.46 * width, at + 0.46 * width, color=INK, lw=1.6)
-            top = max(score.mean + score.spread, paper)
-            axes.annotate(f"{score.mean:.3g}", (at, top), (0, 2), textcoords="offset points",
-                          fontsize=7, ha="center", va="bottom")  # fmt: skip
-    axes.hlines([], 0, 0, color=INK, lw=1.6, label="paper")
+            # At the foot of its bar, clear of the paper's line.
+            axes.annotate(f"{score.mean:.1f}", (at, 0), (0, 2), textcoords="offset points",
+                          fontsize=7, ha="center", va="bottom",
+                          color=INK if colour == PALE else "white")  # fmt: skip
+    axes.hlines([], 0, 0, color=INK, lw=1.6, label="paper, 200 epochs")
     axes.set_xticks(range(len(tasks)), [TASK_NAMES[task] for task in tasks])
     axes.set(ylabel="accuracy, percent", ylim=(0, 108), yticks=range(0, 101, 20))
     faint_grid(axes)
@@ -49,7 +50,7 @@ def draw(axes: Any, scores: dict[tuple[str, str], Score]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, default="paper")
-    parser.add_argument("--epochs", type=int, help="of the rows; the most of each task unless told")
+    parser.add_argument("--epochs", type=int, help="only rows with these epochs; default the most")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.csv")
     options = parser.parse_args(arguments)
     rows = results(options.out).rows.values()
@@ -57,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not scores:
         raise SystemExit(
             f"{options.out} has no rows of preset {options.preset} with these epochs; "
-            "python -m experiments.madlab.run makes them"
+            "run python -m experiments.madlab.run"
         )
     print("\n".join(table(scores)))
     with figure_at(options.out / "figure.svg", (10, 3.6)) as (figure, (axes,)):
         draw(axes, scores)
-        figure.legend(loc="outside upper right", ncols=6, frameon=False, fontsize=8)
+        figure_legend(figure, [axes], beside=False)
 
 
 if __name__ == "__main__":

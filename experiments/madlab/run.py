@@ -1,11 +1,11 @@
-"""Train the models of MADLab on its tasks, over a sweep and seeds; one row of results.csv a run.
+"""Train the models of MADLab on its tasks, over a sweep and seeds; each run is a results.csv row.
 
     python -m experiments.madlab.run [--tasks T ...] [--models M ...] [--preset paper] [--smoke]
 
-Every row has the scores of the last epoch and of the one with the lowest test perplexity, so that
-presets that differ in the score alone share their runs. Rows that are in the file are not run
-again, and each is kept as soon as its run is over. --smoke trains tiny runs on any machine, into a
-temporary folder unless --out names one.
+Every row has the scores of the last epoch and of the one with the lowest test perplexity, so
+presets that differ only in the score share their runs. Existing rows are not run again, and each
+row is saved as soon as its run ends. --smoke trains tiny models on any machine, into a temporary
+folder unless --out names one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ COLUMNS = (
     *(f"{epoch}_{score}" for epoch in ("last", "best") for score in SCORES),
     *("epochs_run", "parameters", "seconds", "commit", "machine", "torch"),
 )
-# Test sequences are read this many batches at a time, to keep a GPU busy.
+# Batches of test sequences read at a time, to keep a GPU busy.
 _BATCHES_READ = 4
 
 
 class Job(NamedTuple):
-    """What names a run, in the order of KEY."""
+    """Key of a run, in the order of KEY."""
 
     task: str
     model: str
@@ -72,7 +72,7 @@ class Arrays(NamedTuple):
 
 
 class EpochScores(NamedTuple):
-    """Test scores after an epoch; ppl is the mean over batches, as the official runs log it."""
+    """Test scores after an epoch; ppl is the mean over batches, as in the official logs."""
 
     batch_macro: float
     macro: float
@@ -99,7 +99,7 @@ def evaluate(
     read = _BATCHES_READ * size
     for rows, answers in zip(inputs.split(read), targets.split(read), strict=True):
         half = protocol.bfloat16
-        # Without its cache, whose casts would outlive the graph that made them.
+        # Without autocast's cache, whose casts would outlive the graph that made them.
         with torch.autocast(inputs.device.type, torch.bfloat16, half, cache_enabled=False):
             logits = model(rows)
         for part, target in zip(logits.split(size), answers.split(size), strict=True):
@@ -110,7 +110,7 @@ def evaluate(
 
 
 class Run:
-    """A job under way: its training, and the scores of all epochs so far."""
+    """A running job: its training, and the scores of all epochs so far."""
 
     def __init__(self, job: Job, task: TaskSettings, data: Arrays, protocol: Protocol) -> None:
         self.job, self.protocol = job, protocol
@@ -146,7 +146,7 @@ class Run:
         return self.scores[-1].batch_macro > self.protocol.stop_accuracy
 
     def row(self) -> dict[str, object]:
-        """The columns that the run fills."""
+        """The columns that the run fills in."""
         best = min(self.scores, key=lambda scores: scores.ppl)
         row: dict[str, object] = dict(zip(KEY, self.job, strict=True))
         for epoch, scores in (("last", self.scores[-1]), ("best", best)):
@@ -159,19 +159,19 @@ class Run:
 
 
 def results(folder: Path) -> Table:
-    """The rows in a folder, found by KEY."""
+    """The table of a folder; KEY identifies a row."""
     return Table(folder / "results.csv", COLUMNS, num_key=len(KEY))
 
 
 def make_data(task: TaskSettings, seed: int, device: torch.device) -> Arrays:
-    """The sequences of a task, from their seed."""
+    """The sequences of a task, drawn from a seed."""
     return Arrays(*(torch.from_numpy(array).to(device) for array in generate(task, seed)))
 
 
 def train_together(
     runs: Sequence[Run], steps_per_epoch: int, keep: Callable[[dict[str, object]], None]
 ) -> None:
-    """Train runs side by side; the row of each goes to `keep` as soon as it is over."""
+    """Train runs side by side; pass the row of each to `keep` as soon as it ends."""
     by_training = {run.training: run for run in runs}
 
     def epoch_ended(training: Training) -> bool:
@@ -185,7 +185,7 @@ def train_together(
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Protocol]:
-    """The options, and the protocol that follows from them."""
+    """The options, and the protocol that they set."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--models", nargs="+", choices=DESIGNS, default=list(DESIGNS))
@@ -194,7 +194,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Protocol
     parser.add_argument("--lrs", nargs="+", type=float)
     parser.add_argument("--wds", nargs="+", type=float, dest="weight_decays")
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--at-once", type=int, default=6, help="runs that share the GPU")
+    parser.add_argument("--at-once", type=int, default=6, help="runs trained side by side")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_run_options(parser)
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""How MADLab models are trained and scored: what the official code does, and what the paper says.
+"""How MADLab models are trained and scored, by the official code and by the paper.
 
-The two differ, or may, in what the official code does beside its settings:
+The official code differs, or may differ, from the paper in what its settings do not show:
 
-- its cosine schedule is never applied, because the key it is returned under is not one that
-  Lightning reads: the learning rate stays constant;
+- its cosine schedule is never applied, because Lightning does not read the key under which it is
+  returned: the learning rate stays constant;
 - its score is that of the epoch with the lowest test perplexity, not of the last one;
 - its accuracy is macro (see `metric.py`), taken per batch and averaged over batches;
 - its AdamW decays all parameters, biases and norms included.
@@ -26,12 +26,12 @@ class Protocol:
 
     Attributes:
         lr_schedule: "constant", or "cosine" from lr to min_lr over all epochs.
-        select: the epoch that is scored: "last", or that of the "best_test_ppl".
+        select: the epoch to score: "last" or "best_test_ppl".
         average: "batch_macro" (mean over batches of the macro accuracy), "macro" or "micro".
-        epochs, batch_size: how long, and how many sequences at a time, in training and test.
-        lrs, weight_decays: the sweep, of which the best pair counts, by the mean over seeds.
-        seeds: each gives its own data and its own weights.
-        stop_accuracy: a run ends after an epoch whose test accuracy is above it.
+        epochs, batch_size: number of epochs, and sequences per batch in training and test.
+        lrs, weight_decays: the sweep; the pair with the best mean over seeds counts.
+        seeds: each determines its own data and weights.
+        stop_accuracy: a run ends after an epoch whose test accuracy exceeds it.
         bfloat16: whether to compute in mixed precision.
     """
 
@@ -68,7 +68,7 @@ class Protocol:
         return tuple(product(self.lrs, self.weight_decays))
 
     def num_steps(self, num_train: int) -> int:
-        """Steps of a whole run on `num_train` sequences; a last, smaller batch is left out."""
+        """Steps of a whole run on `num_train` sequences; a smaller last batch is dropped."""
         return self.epochs * (num_train // self.batch_size)
 
 
@@ -76,4 +76,4 @@ PRESETS = {
     "official": Protocol(lr_schedule="constant", select="best_test_ppl"),
     "paper": Protocol(lr_schedule="cosine", select="last"),
 }
-"""What the official code does, and the paper's words at their face value."""
+"""The official code's settings, and the paper's text taken literally."""

@@ -1,8 +1,8 @@
 """From the rows of all runs to one number for each task and model.
 
-Of the sweep over learning rates and weight decays the pair counts whose mean score over seeds is
-best, as in the paper; the spread is the standard deviation over the seeds of that pair. Where runs
-of a task are of different lengths, the longest count.
+The pair of learning rate and weight decay with the best mean score over seeds counts, as in the
+paper; the spread is the standard deviation over the seeds of that pair. If runs of a task differ in
+length, the longest count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAPER = {
 
 
 class Score(NamedTuple):
-    """Mean and spread in percent over the seeds of the best pair, and the pair itself."""
+    """Mean and spread over the seeds of the best pair, in percent, and the pair itself."""
 
     mean: float
     spread: float
@@ -47,7 +47,7 @@ class Score(NamedTuple):
 
 
 def score_column(protocol: Protocol) -> str:
-    """The column of results.csv that a protocol is about."""
+    """The column of results.csv with a protocol's score."""
     return f"{'last' if protocol.select == 'last' else 'best'}_{protocol.average}"
 
 
@@ -57,7 +57,7 @@ def best_scores(
     """Scores by (task, model), of the rows with the protocol's schedule.
 
     Args:
-        epochs: of the rows that count; the most that any row of the task has, unless told.
+        epochs: of the rows that count; by default the most that any row of the task has.
     """
     rows = [row for row in rows if row["lr_schedule"] == protocol.lr_schedule]
     longest: dict[str, int] = {}
@@ -77,7 +77,7 @@ def best_scores(
 
 
 def _scores(pairs: Mapping[tuple[float, float], list[float]], epochs: int) -> Iterator[Score]:
-    # A pair that has fewer seeds than another is not finished, and its mean not comparable.
+    # A pair with fewer seeds than another is unfinished, and its mean is not comparable.
     most = max(map(len, pairs.values()))
     for pair, values in pairs.items():
         if len(values) == most:
@@ -86,7 +86,7 @@ def _scores(pairs: Mapping[tuple[float, float], list[float]], epochs: int) -> It
 
 
 def table(scores: Mapping[tuple[str, str], Score]) -> list[str]:
-    """Rows of a Markdown table, the paper's below each of its models."""
+    """Rows of a Markdown table; the paper's row follows that of the same model."""
     tasks = [task for task in TASK_NAMES if any(task == found for found, _ in scores)]
     heads = [
         f"{TASK_NAMES[task]}, {next(score.epochs for (t, _), score in scores.items() if t == task)}"

@@ -1,8 +1,8 @@
 """The six tasks of MADLab: inputs and targets as pure functions of settings and a seed.
 
-One generator np.random.default_rng(seed) runs through the training sequences and on through the
-test sequences, one draw after another in the order of the official generators, so that the arrays
-are the official ones. Targets are IGNORE where nothing is scored. Letters: N sequences, T time.
+One generator np.random.default_rng(seed) draws the training and then the test sequences, in the
+order of the official generators, so that the arrays equal the official ones. Targets are IGNORE
+where nothing is scored. Letters: N sequences, T time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """What fixes the law of a task.
+    """Settings that define a task.
 
     Attributes:
         kind: one of GENERATORS.
         vocab_size: ids 0 .. vocab_size - 1, special and noise ids included.
-        seq_len: of a sequence; the two recall tasks in pairs lose one token by their shift.
+        seq_len: tokens of a sequence; the two recall tasks with pairs lose one by their shift.
         num_train, num_test: numbers of sequences.
-        noise_vocab, noise: how many ids are noise, and the chance of a pair to be noise (recall).
+        noise_vocab, noise: number of noise ids, and probability that a pair is noise (recall).
         num_copied: content tokens of selective copying.
         motif: most ids in a key or value of fuzzy recall.
     """
@@ -72,7 +72,7 @@ class Data(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The sources of chance of one data set: see `copying` for the second."""
+    """Random generators of one data set; `copying` uses the second."""
 
     rng: np.random.Generator
     blanks: np.random.RandomState
@@ -87,7 +87,7 @@ def generate(settings: TaskSettings, seed: int) -> Data:
         >>> data.test_inputs.shape
         (1280, 256)
     """
-    # The official runs seed numpy's global state; a state of our own gives the same numbers.
+    # The official runs seed numpy's global state; a local state gives the same numbers.
     streams = Streams(np.random.default_rng(seed), np.random.RandomState(seed), seed)
     make = GENERATORS[settings.kind]
     train = make(settings, settings.num_train, streams, training=True)
@@ -100,10 +100,10 @@ def recall(
 ) -> tuple[Tokens, Tokens]:
     """In-context recall: pairs of key and value, and a known key in the last pair.
 
-    The plain ids are halved into keys and values. A key is uniform; its value is drawn at its
-    first use in the sequence and stays. With chance `noise` a pair is two noise ids instead, but
-    for one pair of the sequence that never is. Tests score the value of every key seen before;
-    training scores every token. Targets are those of the next token: T = seq_len - 1.
+    Half of the plain ids are keys, half values. A key is uniform; its value is drawn at its first
+    use in the sequence and then fixed. With probability `noise` a pair is two noise ids instead,
+    except for one pair of the sequence. Tests score the value of every key seen before; training
+    scores every token. Targets are next tokens: T = seq_len - 1.
     """
     rng, pairs = streams.rng, settings.seq_len // 2
     plain = settings.vocab_size - settings.noise_vocab
@@ -122,7 +122,7 @@ def recall(
             if key not in value_of:
                 value_of[key] = num_keys + int(rng.integers(num_values))
             tokens[n, i] = key, value_of[key]
-        # Keys keep the order in which they came up.
+        # Keys keep the order of their first use.
         key = list(value_of)[rng.integers(len(value_of))]
         tokens[n, -1], scored[n, -1] = (key, value_of[key]), True
     targets = np.full_like(tokens, IGNORE)
@@ -136,9 +136,9 @@ def fuzzy(
 ) -> tuple[Tokens, Tokens]:
     """Fuzzy in-context recall: keys and values are motifs, ordered tuples of distinct ids.
 
-    Sizes are uniform from 1 to `motif`, except that a test's keys have size `motif`. A probe, key
-    and value, stands somewhere in the sequence and again at its end; tests score its value there,
-    and every value whose key was seen before. Pads (the last id) fill from the left.
+    Sizes are uniform from 1 to `motif`, except that keys in tests have size `motif`. A probe, key
+    and value, occurs somewhere in the sequence and again at its end; tests score its value there,
+    and every value whose key was seen before. Pads (the last id) fill up the left.
     """
     tokens = np.full((num, settings.seq_len + 1), settings.vocab_size - 1, np.int64)
     targets = np.full_like(tokens, IGNORE)
@@ -166,7 +166,7 @@ class _Motifs(NamedTuple):
     values: dict[int, list[Motif]]
 
     def shuffled(self, rng: np.random.Generator) -> _Motifs:
-        """In a new order, which the official generator gives them for every sequence."""
+        """Shuffled, as the official generator does for every sequence."""
         return _Motifs(*({s: _shuffled(m, rng) for s, m in kind.items()} for kind in self))
 
 
@@ -183,12 +183,12 @@ def _shuffled(items: list, rng: np.random.Generator) -> list:
 def _fuzzy_sequence(
     settings: TaskSettings, motifs: _Motifs, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Tokens of one sequence before its pads, and what a test scores of them."""
+    """Tokens of one sequence without pads, and which of them a test scores."""
     motifs = motifs.shuffled(rng)
     key_sizes = list(motifs.keys)
 
     def sizes() -> tuple[int, int]:
-        # Where there is one size of keys, nothing is drawn for it.
+        # With a single key size, no size is drawn.
         key = key_sizes[rng.integers(len(key_sizes))] if len(key_sizes) > 1 else key_sizes[0]
         return key, 1 + int(rng.integers(settings.motif))
 
@@ -223,9 +223,9 @@ def _fuzzy_sequence(
 def memorization(
     settings: TaskSettings, num: int, streams: Streams, *, training: bool
 ) -> tuple[Tokens, Tokens]:
-    """Memorization: pairs of a key and the last id, at which the key's value is asked for.
+    """Memorization: pairs of a key and the last id, where the target is the key's value.
 
-    Which value a key has is drawn once from the seed; it is the same in training and test.
+    The values of the keys are drawn once from the seed, the same in training and test.
     """
     asked, num_keys = settings.vocab_size - 1, (settings.vocab_size - 1) // 2
     own = np.random.default_rng(streams.seed)
@@ -234,7 +234,7 @@ def memorization(
     tokens = np.full((num, settings.seq_len // 2, 2), asked, np.int64)
     targets = np.full_like(tokens, IGNORE)
     for n in range(num):
-        # The official generator draws which pair must not be noise, and has no noise here.
+        # The official generator draws which pair must not be noise, though there is no noise.
         streams.rng.integers(settings.seq_len // 2)
         chosen = streams.rng.integers(num_keys, size=settings.seq_len // 2)
         tokens[n, :, 0], targets[n, :, 1] = keys[chosen], values[chosen]
@@ -244,7 +244,7 @@ def memorization(
 def compression(
     settings: TaskSettings, num: int, streams: Streams, *, training: bool
 ) -> tuple[Tokens, Tokens]:
-    """Compression: uniform ids, then the last id; all of them are to be told from its state."""
+    """Compression: uniform ids, then the last id, from whose state all must be recovered."""
     last = settings.vocab_size - 1
     tokens = np.full((num, settings.seq_len), last, np.int64)
     tokens[:, :-1] = streams.rng.integers(last, size=(num, settings.seq_len - 1))
@@ -254,16 +254,16 @@ def compression(
 def copying(
     settings: TaskSettings, num: int, streams: Streams, *, training: bool
 ) -> tuple[Tokens, Tokens]:
-    """Selective copying: content among blanks, the copy id, then blanks to answer at, in order.
+    """Selective copying: content among blanks, the copy id, then blanks for the answers, in order.
 
-    Each blank falls before a content token that is uniform; none falls after the last. Where
-    blanks fall is drawn from the second stream, numpy's global one in the official generator.
+    Each blank goes before a uniformly drawn content token; none goes after the last. Positions of
+    blanks come from the second generator, numpy's global one in the official code.
     """
     copied = settings.num_copied
     blank, copy = settings.vocab_size - 2, settings.vocab_size - 1
     content = streams.rng.integers(blank, size=(num, copied))
     before = streams.blanks.randint(0, copied, (num, settings.seq_len - 2 * copied - 1))
-    # A content token stands behind those before it, and all blanks put before it or them.
+    # A content token follows the earlier ones, and all blanks put before it or them.
     blanks = (before[:, :, None] == np.arange(copied)).sum(1).cumsum(1)
     tokens = np.full((num, settings.seq_len), blank, np.int64)
     np.put_along_axis(tokens, np.arange(copied) + blanks, content, 1)
@@ -292,4 +292,4 @@ TASKS = {
     "memorization": TaskSettings(kind="memorization", vocab_size=256, seq_len=32, num_train=256),
     "selective-copying": TaskSettings(kind="copying", vocab_size=16, seq_len=256),
 }
-"""The baseline settings of the suite, which are those of the paper."""
+"""The baseline settings of the suite, which the paper uses."""

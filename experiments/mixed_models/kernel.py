@@ -2,11 +2,10 @@
 
     python -m experiments.mixed_models.kernel FOLDER OUT.jsonl [--part N]
 
-FOLDER is an unpacked kernel, such as linux-source-6.1 of Debian. A directory is one document: its
-.c files in the order of their names, without those of directories below. One file has 4K tokens
-(median), too few to fill a long context with things that belong together. Each document becomes a
-line {"name", "text"}, in the order of a hash of its name, so that neighbours are strangers.
---part N takes one directory in N.
+FOLDER is an unpacked kernel, such as Debian's linux-source-6.1. A directory is one document: its .c
+files in the order of their names, without subdirectories. A single file has 4K tokens (median), too
+few to fill a long context with related text. Each document becomes a line {"name", "text"}, sorted
+by a hash of its name, so that neighbours are unrelated. --part N takes one directory in N.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 
 def read_directory(folder: Path) -> str:
-    """The .c files of one directory, joined by an empty line; the few in Latin-1 read as that."""
+    """The .c files of one directory, joined by an empty line; a few are decoded as Latin-1."""
     texts = []
     for path in sorted(folder.glob("*.c")):
         if not path.is_symlink():
@@ -32,7 +31,7 @@ def read_directory(folder: Path) -> str:
 
 
 def chosen(names: Iterable[str], part: int) -> list[str]:
-    """One name in `part`, by a hash and in its order."""
+    """One name in `part`, selected and sorted by a hash."""
     hashes = {int(hashlib.sha256(name.encode()).hexdigest(), 16): name for name in names}
     return [name for digest, name in sorted(hashes.items()) if digest % part == 0]
 
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--part", type=int, default=1, help="take one directory in so many")
+    parser.add_argument("--part", type=int, default=1, help="take one directory in this many")
     options = parser.parse_args(arguments)
     folders = {path.parent for path in options.folder.rglob("*.c")}
     if not folders:

@@ -1,10 +1,11 @@
-"""The models that are compared: configurations of one class, about 30M parameters each.
+"""The models to compare: configurations of one class, each with about 30M parameters without
+embeddings.
 
-Each is a `FracForCausalLM` of width 512. Ten layers unless said; an MLP in every block, whose width
-`mlp_size` chooses for the count of the recipe frac-30m. Heads of attention have 64 channels, of
-which there are 8, and delta layers have 6 heads of 64 x 128. Rotary positions have a theta of 1e4.
+Each is a `FracForCausalLM` of width 512, with ten layers unless noted and an MLP in every block.
+`mlp_size` chooses the MLP width that matches the parameter count of frac-30m. Attention layers have
+8 heads of 64 channels, delta layers 6 heads of 64 x 128. Rotary positions have a theta of 1e4.
 
-    python -m experiments.mixed_models.models          the designs and their sizes, as a table
+    python -m experiments.mixed_models.models          prints the designs and their sizes
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.models.attention import Attention
 
 PARAMETERS = 29_877_280
-"""Of frac-30m, without embeddings, which all others come near to."""
+"""Parameters of frac-30m without embeddings, the target for all other designs."""
 WIDTH_STEP = 16
-"""Widths of the MLP are multiples of it."""
+"""MLP widths are multiples of this."""
 SLIDING_PIECE = 4096
-"""Tokens of a row that models with sliding windows read at once."""
+"""Most tokens of a row that models with sliding windows read at once."""
 FIRST_WINDOW = 64
-"""Tokens that attention sees at the start of training, in designs whose window grows."""
+"""Attention window at the start of training, in designs with a growing window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,10 @@ class Design:
     Attributes:
         label: name in tables.
         layers: kind of each layer, as in `FracConfig.mixer_types`.
-        mlp: whether every block has one.
+        mlp: whether every block has an MLP.
         options: further fields of FracConfig.
-        grows: whether attention sees FIRST_WINDOW tokens at first, twice as many after each of the
-            equal parts of the first half of training, and all tokens in the second half.
+        grows: whether the attention window starts at FIRST_WINDOW, doubles in equal intervals in
+            the first half of training, and covers all tokens in the second half.
     """
 
     label: str
@@ -55,12 +56,12 @@ class Design:
 
 
 def _layers(most: str, others: str = "", at: Sequence[int] = (), num: int = 10) -> tuple[str, ...]:
-    """`num` layers of the kind `most`, except that those numbered in `at` are `others`."""
+    """`num` layers of the kind `most`, except that those at the indices `at` are `others`."""
     return tuple(others if n in at else most for n in range(num))
 
 
 def _nope(label: str, at: Sequence[int], *, grows: bool = False) -> Design:
-    """Frac with attention that knows no positions, at these layers."""
+    """Frac with attention without positions at these layers."""
     options = {"attention_positions": "none"}
     label = f"Frac + {label}, no positions"
     return Design(
@@ -87,7 +88,7 @@ MAIN = {
     "frac_delta": Design(label="Frac + 3 delta", layers=_layers("frac", "delta", (1, 4, 7))),
     "delta": Design(label="Gated DeltaNet", layers=_layers("delta")),
 }
-"""The five that the claims are about."""
+"""The five designs that the claims are about."""
 DESIGNS = MAIN | {
     "frac": Design(label="Frac (paper)", layers=_layers("frac", num=16), mlp=False),
     "frac_mlp": Design(label="Frac with MLP", layers=_layers("frac", num=9)),
@@ -106,7 +107,7 @@ DESIGNS = MAIN | {
 
 
 class LibraryModel(CausalModel):
-    """A `FracForCausalLM`, trained and measured as the experiments' own models are.
+    """A `FracForCausalLM` with the interface of the experiments' own models.
 
     Example:
         >>> model = LibraryModel(FracForCausalLM(config))
@@ -119,16 +120,16 @@ class LibraryModel(CausalModel):
         self.model = model
         self.embed_tokens, self.lm_head = model.model.embed_tokens, model.lm_head
         if "sliding_attention" in (model.config.mixer_types or ()):
-            # Its mask has a row for each token of a piece; other attention needs none.
+            # Only a sliding window needs a mask, with a row for each token of a piece.
             self.piece = SLIDING_PIECE
 
     def encode(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
-        """Hidden states after the last norm, and the cache after them; none in training."""
+        """Hidden states after the last norm, and the cache after them; no cache in training."""
         output = self.model.model(tokens.long(), past_key_values=states)
         return output.last_hidden_state, output.past_key_values
 
     def set_window(self, window: int | None) -> None:
-        """Let all attention layers see this many tokens, or all tokens if None."""
+        """Set the window of all attention layers; None for all tokens."""
         inner, kind = self.model.model, "attention" if window is None else "sliding_attention"
         inner.mixer_types = inner.config.mixer_types = [
             kind if name.endswith("attention") else name for name in inner.mixer_types
@@ -142,10 +143,10 @@ class LibraryModel(CausalModel):
 def make_config(
     design: Design, vocab_size: int = 32000, *, smoke: bool = False, mlp: int | None = None
 ) -> FracConfig:
-    """The configuration of a design; with `smoke`, of a size for seconds on a CPU.
+    """The configuration of a design; with `smoke`, one that runs in seconds on a CPU.
 
     Args:
-        mlp: width of the MLP, if there is one; that of `mlp_size` if None.
+        mlp: MLP width, if the design has an MLP; from `mlp_size` if None.
     """
     sizes = {"delta_num_heads": 6, "delta_head_dim": 64}
     layers = list(design.layers)
@@ -168,8 +169,8 @@ def make_config(
 
 
 def mlp_size(design: Design) -> int:
-    """The width of the MLP with which a design comes nearest to PARAMETERS."""
-    # Windows are no parameters.
+    """The MLP width that brings a design closest to PARAMETERS."""
+    # Windows have no parameters.
     kinds = (name.removeprefix("sliding_") for name in design.layers)
     return _mlp_size(tuple(sorted(kinds)))
 
@@ -182,13 +183,13 @@ def _mlp_size(layers: tuple[str, ...]) -> int:
 
 
 def count(config: FracConfig) -> int:
-    """Parameters of a configuration, without embeddings."""
+    """Number of parameters of a configuration, without embeddings."""
     with torch.device("meta"):
         return num_inner_parameters(LibraryModel(FracForCausalLM(config)))
 
 
 def make_model(config: FracConfig, seed: int) -> LibraryModel:
-    """A model whose weights are drawn from the seed; the generators of the caller stay untouched.
+    """A model with weights drawn from the seed; global random generators are left unchanged.
 
     Example: `make_model(make_config(DESIGNS["frac_delta"]), seed=0)`
     """
@@ -198,7 +199,7 @@ def make_model(config: FracConfig, seed: int) -> LibraryModel:
 
 
 def growing_window(steps: int, length: int) -> Schedule:
-    """Windows of attention for a training of so many steps on rows of this length."""
+    """Schedule of attention windows for a training of this many steps and row length."""
     windows: list[int | None] = []
     while (window := FIRST_WINDOW << len(windows)) < length:
         windows.append(window)

@@ -1,18 +1,18 @@
-"""Perplexity and recall against length, of mixed models of 30M parameters trained at 4K.
+"""Perplexity and recall against length, for mixed models trained at 4K: 30M parameters without
+embeddings.
 
     python -m experiments.mixed_models.run --corpus data/rfc_tokens [--models frac_delta ...]
     python -m experiments.mixed_models.run --corpus data/rfc_tokens --measure-only runs/CHECKPOINT
 
 Corpus, training and measurements are those of experiments/long_documents. A model's rows go to
-results.csv when it is done, and a model that is there is not trained again. --measure-only trains
-nothing: checkpoints of --save are measured with attention temperatures that they were not trained
-with.
+results.csv when it is done; a model that has rows, and with --save a checkpoint, is not trained
+again. --measure-only trains nothing: it evaluates checkpoints of --save with attention temperatures
+that they were not trained with.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,17 +26,16 @@ from experiments.mixed_models.models import (
     make_config,
     make_model,
 )
-from experiments.table import Table, out_folder
+from experiments.table import Table, out_folder, parse_options
 from experiments.training import Schedule
 from flash_frac.files import read_object
-from flash_frac.models import FracForCausalLM
+from flash_frac.models import FracConfig, FracForCausalLM
 
 HERE = Path(__file__).parent
-# To twice the distance of experiments/long_documents.
+# Up to twice the distance of experiments/long_documents.
 DISTANCES = [2**n for n in range(8, 17)]
 SLOPES = (0.06, 0.12, 0.24)
-"""Of attention temperatures; without a slope of its own, a model trained at 4,096 has 0.12."""
-FACTS = "facts.json"
+"""Slopes of attention temperatures; by default, a model trained at 4,096 tokens has 0.12."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,25 +43,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=DESIGNS, default=list(DESIGNS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--distances", nargs="*", type=int, default=DISTANCES)
-    parser.add_argument("--questions", type=int, default=128, help="for each distance")
+    parser.add_argument("--questions", type=int, default=128, help="questions per distance")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--measure-only", nargs="+", type=Path, help="checkpoints of --save")
     parser.add_argument("--slopes", nargs="*", type=float, default=SLOPES, help="none: as trained")
     study.add_options(parser, steps=STEPS)
-    options = parser.parse_args(arguments)
-    if options.smoke:
-        study.shrink(options)
-        options.distances, options.questions = [64, 256], 4
-    return options
+    smoke = study.SMOKE | {"distances": [64, 256], "questions": 4}
+    return parse_options(parser, arguments, smoke)
 
 
-def checkpoint(facts: dict) -> str:
-    """Name of the folder of a trained model."""
-    return f"{facts['model']}-lr{facts['lr']:g}-seed{facts['seed']}-steps{facts['steps']}"
+def save_checkpoint(folder: Path, model: LibraryModel, facts: dict) -> None:
+    """Save a trained model, with the first columns of its rows."""
+    model.model.save_pretrained(folder)
+    study.write_facts(folder, facts)
 
 
 def train(options: argparse.Namespace, table: Table, protocol: study.Protocol) -> None:
-    """All models that the table does not have."""
+    """Train and measure all models that the table does not have."""
 
     def make(name: str, seed: int) -> CausalModel:
         config = make_config(DESIGNS[name], protocol.corpus.vocab_size, smoke=options.smoke)
@@ -74,21 +71,41 @@ def train(options: argparse.Namespace, table: Table, protocol: study.Protocol) -
         grows = DESIGNS[job.model].grows
         return growing_window(job.steps, protocol.train_length) if grows else None
 
-    def keep(facts: dict, model: CausalModel) -> None:
+    def keep(job: study.Job, model: CausalModel, facts: dict) -> None:
         if options.save is not None:
             assert isinstance(model, LibraryModel)
-            folder = options.save / checkpoint(facts)
-            model.model.save_pretrained(folder)
-            (folder / FACTS).write_text(json.dumps(facts) + "\n")
+            save_checkpoint(job.checkpoint(options.save), model, facts)
+
+    def kept(job: study.Job) -> bool:
+        return study.has_checkpoint(job, options.save)
 
     jobs = study.make_jobs(options, options.models)
-    study.run(jobs, make, table, protocol, keep, schedules)
+    study.run(jobs, make, table, protocol, keep, kept, schedules)
+
+
+def check_checkpoints(folders: Sequence[Path], *, warm: bool) -> None:
+    """SystemExit naming the first folder that cannot be measured; `warm` with temperatures."""
+    for folder in folders:
+        if not (folder / study.FACTS).exists():
+            raise SystemExit(
+                f"--measure-only must name checkpoints of --save, got {folder}, which has no "
+                f"{study.FACTS}"
+            )
+        kinds = FracConfig.from_pretrained(folder).mixer_types
+        if warm and "attention" not in (kinds or ()):
+            raise SystemExit(
+                f"--measure-only {folder} has no full attention, whose temperature --slopes "
+                "changes; leave it out, or give --slopes no value"
+            )
 
 
 def measure_again(options: argparse.Namespace, table: Table, protocol: study.Protocol) -> None:
-    """Checkpoints with each of the slopes; their rows have the slope in the name of the model."""
+    """Measure checkpoints with each slope; the model name in their rows includes the slope."""
+    check_checkpoints(options.measure_only, warm=bool(options.slopes))
     for folder in options.measure_only:
-        facts = read_object(folder / FACTS, {"model": str, "seed": int, "steps": int})
+        facts = read_object(
+            folder / study.FACTS, {"model": str, "lr": float, "seed": int, "steps": int}
+        )
         facts |= protocol.made_with
         names = {f"{facts['model']}_temperature_{slope:g}": slope for slope in options.slopes}
         for name, slope in names.items() or ((facts["model"], None),):

@@ -1,7 +1,7 @@
 """results.csv and speed.csv as tables: python -m experiments.mixed_models.summary [--out FOLDER]
 
 Mean and standard error over seeds, and differences between models with two standard errors. For a
-model with several learning rates, the one with the lowest mean perplexity at the length of training
+model with several learning rates, the one with the lowest mean perplexity at the training length
 counts.
 """
 
@@ -25,8 +25,8 @@ PAIRS = (
     ("frac_attention_nope", "frac_attention"),
     ("frac_delta", "delta"),
 )
-"""Which models are compared, the second taken from the first."""
-# Columns of the table of speeds: heading, measurement, length, batch, and what one unit is there.
+"""Pairs of models to compare: the first minus the second."""
+# Columns of the speed table: heading, measurement, length, batch, and size of one unit.
 _SPEEDS = (
     ("training, tokens/s", "training", 4096, 8, 1),
     ("decoding at 4K", "decoding", 4096, 1, 1),
@@ -39,7 +39,7 @@ _SPEEDS = (
 
 
 def label(name: str) -> str:
-    """A model's name in tables; those with a temperature have its slope in the name."""
+    """A model's name in tables, with the slope of its temperature if it has one."""
     base, _, slope = name.partition("_temperature_")
     shown = DESIGNS[base].label if base in DESIGNS else base
     return f"{shown}, temperature {slope}" if slope else shown
@@ -62,7 +62,7 @@ def measured(found: Mapping[str, Runs], measurement: str, column: str, **shown) 
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> str:
-    """Mean of the first less that of the second, and two standard errors of it."""
+    """Difference of the means, first minus second, with two standard errors."""
     less = statistics.mean(first) - statistics.mean(second)
     if min(len(first), len(second)) < 2:
         return f"{less:+.3f}"
@@ -71,7 +71,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> str:
 
 
 def differences(found: Mapping[str, Runs]) -> list[str]:
-    """Rows of a Markdown table: perplexity of pairs of models, one less the other."""
+    """Rows of a Markdown table: differences in perplexity of pairs of models."""
     pairs = [pair for pair in PAIRS if all(name in found for name in pair)]
     if not pairs:
         return []
@@ -110,7 +110,7 @@ def speeds(folder: Path) -> list[str]:
 
 
 def tables(found: Mapping[str, Runs]) -> dict[str, list[str]]:
-    """All tables of results.csv, by heading; the README holds them too."""
+    """All tables of results.csv, by heading; the README contains them."""
     found = in_order(found)
     percent = {"scale": 100, "digits": 1}
     return {

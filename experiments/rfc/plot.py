@@ -1,4 +1,4 @@
-"""Draw loss.csv and results.csv as figure.svg: python experiments/rfc/plot.py [--out FOLDER]"""
+"""Draw loss.csv and results.csv as figure.svg: python -m experiments.rfc.plot [--out FOLDER]"""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_frac.drawing import GREY, OURS, PALE, figure_at, length_axis
+from experiments.style import curve, from_zero, mark_lengths
+from flash_frac.drawing import OURS, PALE, faint_grid, figure_at
 from flash_frac.files import read_table
 
 HERE = Path(__file__).parent
@@ -20,24 +21,28 @@ def draw_losses(axes: Any, losses: Rows) -> None:
     """Loss against steps, in training and on held-out documents."""
     lines = {
         "loss": {"color": PALE, "label": "training"},
-        "eval_loss": {"color": OURS, "marker": "o", "label": "held-out documents"},
+        "eval_loss": {"color": OURS, "marker": "o", "ms": 3.5, "label": "held-out documents"},
     }
     for name, style in lines.items():
         rows = [row for row in losses if row[name]]
         axes.plot(*([float(row[key]) for row in rows] for key in ("step", name)), **style)
-    axes.set(xlabel="step of 65,536 tokens", ylabel="loss, nats per token", ylim=(1.5, 5))
-    axes.legend(frameon=False)
+    axes.set(xlabel="step of 65,536 tokens", ylabel="loss, nats per token", ylim=(0, 5))
+    faint_grid(axes)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def draw_contexts(axes: Any, results: Rows) -> None:
-    """Perplexity against the length of windows, and a line at that of training."""
-    context = [int(row["context"]) for row in results]
-    axes.plot(context, [float(row["perplexity"]) for row in results], color=OURS, marker="o")
-    axes.axvline(TRAINED, color=GREY, lw=0.8)
-    axes.annotate("trained at 4K", (TRAINED, 1), (4, -10), xycoords=("data", "axes fraction"),
-                  textcoords="offset points", color=GREY)  # fmt: skip
-    length_axis(axes, context)
-    axes.set(xlabel="context, tokens", ylabel="held-out perplexity")
+    """Perplexity against window length, on an axis from 0, with its values."""
+    found = {int(row["context"]): [float(row["perplexity"])] for row in results}
+    curve(axes, found, colour=OURS, label="held-out documents")
+    for context, (perplexity,) in found.items():
+        axes.annotate(f"{perplexity:.2f}", (context, perplexity), (0, 5), fontsize=8,
+                      textcoords="offset points", ha="center",
+                      bbox={"fc": "white", "ec": "none", "pad": 0.5})  # fmt: skip
+    mark_lengths(axes, TRAINED)
+    axes.set(xlabel="context, tokens", ylabel="perplexity")
+    from_zero(axes, max(perplexity for (perplexity,) in found.values()))
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,11 +1,10 @@
-"""Make one file of documents from the RFCs, without the furniture of printed pages.
+"""Make one file of documents from the RFCs, without page headers and footers.
 
     python experiments/rfc/prepare.py FOLDER OUT.jsonl [--sample]
 
-FOLDER holds rfc*.txt or rfc*.txt.gz, anywhere below, as the rfc-editor's archive or Debian's
-packages doc-rfc-* lay them out. Each RFC becomes a line {"name", "text"}, in the order of numbers.
---sample makes the smaller file of the committed results: numbers 4n + 3 are left out, and of the
-others the first 5,839 are taken.
+FOLDER holds rfc*.txt or rfc*.txt.gz at any depth, as in the rfc-editor's archive or Debian's
+packages doc-rfc-*. Each RFC becomes a line {"name", "text"}, in numerical order. --sample makes the
+smaller file of the committed results: it drops numbers 4n + 3 and takes the first 5,839 others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def number(path: Path) -> int | None:
 
 
 def read(path: Path) -> str:
-    """The text of one RFC as running lines; the few old ones in Latin-1 are read as that."""
+    """The text of one RFC without page breaks; a few old ones are decoded as Latin-1."""
     content = path.read_bytes()
     content = gzip.decompress(content) if path.suffix == ".gz" else content
     try:
@@ -41,7 +40,7 @@ def read(path: Path) -> str:
 
 
 def sample(numbers: Iterable[int]) -> list[int]:
-    """Those that the committed results were trained and measured on."""
+    """The RFCs of the committed results, for training and evaluation."""
     return [n for n in sorted(numbers) if n % 4 != 3][:SAMPLE]
 
 

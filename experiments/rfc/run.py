@@ -1,10 +1,10 @@
-"""Train on the RFCs by recipe.yaml, and measure the held-out loss against the context length.
+"""Train on the RFCs with recipe.yaml, and measure the held-out loss against context length.
 
-    python experiments/rfc/run.py [--any_training_argument VALUE] [--out FOLDER] [--commit C]
+    python experiments/rfc/run.py --out FOLDER [--any_training_argument VALUE] [--commit C]
 
-Leaves loss.csv (the logged losses of the run) and results.csv (loss and perplexity for windows of
-1K to 64K tokens of the held-out documents, the same tokens scored at each) in FOLDER, by default
-beside this file; finished results are not measured again.
+Writes loss.csv (the logged losses of the run) and results.csv (loss and perplexity for windows of
+1K to 64K tokens of the held-out documents, scoring the same tokens at each) to FOLDER, by default
+next to this file. Finished results are not measured again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTHS = [2**n for n in range(10, 17)]
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    """A CSV of rows with the same columns, there whole or not at all."""
+    """Write rows with the same columns as a CSV, atomically."""
     draft = path.with_suffix(".draft")
     with draft.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -37,10 +37,11 @@ def write(path: Path, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--commit", help="commit to record if git is not available")
     options, overrides = parser.parse_known_args()
     if (options.out / "results.csv").exists():
-        sys.exit(f"{options.out / 'results.csv'} is there; delete it to measure again")
+        sys.exit(f"{options.out / 'results.csv'} exists; name another folder with --out")
+    options.out.mkdir(parents=True, exist_ok=True)
     result = train(load_recipe(HERE / "recipe.yaml", overrides))
     lines = read_lines(result.output_dir / LOG_NAME)
     names = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second", "mfu")

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from experiments.soe_quality.run import HERE, results
-from flash_frac.drawing import GREY, INK, OTHER, OURS, PALE, THIRD, faint_grid, figure_at
+from experiments.style import FIFTH
+from flash_frac.drawing import INK, OTHER, OURS, PALE, THIRD, faint_grid, figure_at
 
 Curves = dict[tuple[str, str, str], tuple[list[float], list[float]]]
 
-# What is drawn on the right, from the worst to the best: variant, label, colour, line, and where
-# the label stands: at which order, and how many points above its line.
+# A label has the colour of its line, so both must be dark enough to read.
+DARK = "#5f6872"
+# Lines on the right, from worst to best: variant, label, colour, line style, and position of the
+# label: its order, and points above its line.
 AT_16 = (
-    ("prior_asymptotic", "layer's prior, softmax(−α log τ)", GREY, "--", 0.3, 4),
+    ("prior_asymptotic", "layer's prior, softmax(−α log τ)", DARK, "--", 0.3, 4),
     ("prior_exact", "layer's exact prior", THIRD, "--", 0.3, 4),
     ("prior_exact_W2", "exact prior on shared bank W2", OURS, "--", 0.3, 4),
     ("paper", "paper: geometric bank, sum 1", OTHER, "-", 0.3, -9),
-    ("shared_W2", "shared bank W2", PALE, "-", 0.3, -4),
-    ("best_range", "geometric bank, best range", GREY, "-", 0.15, 4),
+    ("shared_W2", "shared bank W2", FIFTH, "-", 0.3, -4),
+    ("best_range", "geometric bank, best range", DARK, "-", 0.15, 4),
     ("paper_sum_le_1", "paper's bank, sum ≤ 1", THIRD, "-", 0.55, -4),
     ("shared_W1", "shared bank W1", OURS, "-", 0.3, -4),
     ("free_nodes", "a bank for each α", INK, "-", 0.3, -4),
@@ -28,19 +31,19 @@ AT_16 = (
 
 
 def curves(folder: Path) -> Curves:
-    """(orders, errors) of each variant, window and number of modes."""
+    """(orders, errors) for each variant, window and number of modes."""
     found: Curves = {}
     for row in results(folder).rows.values():
         alphas, errors = found.setdefault((row["variant"], row["window"], row["modes"]), ([], []))
         alphas.append(float(row["alpha"]))
         errors.append(float(row["error"]))
     if not found:
-        raise ValueError(f"{folder} has no rows; python -m experiments.soe_quality.run makes them")
+        raise ValueError(f"{folder} has no rows; run python -m experiments.soe_quality.run")
     return found
 
 
 def draw_paper(axes: Any, found: Curves) -> None:
-    """The paper's bank for its three numbers of modes, and W1 with half of them."""
+    """The paper's bank at its three numbers of modes, and W1 with 8 modes."""
     lines = (
         ("paper", "8", "paper, M = 8", PALE, "-"),
         ("paper", "16", "paper, M = 16", OTHER, "-"),
@@ -56,7 +59,7 @@ def draw_paper(axes: Any, found: Curves) -> None:
 
 
 def draw_variants(axes: Any, found: Curves) -> None:
-    """Banks of 16 modes; each line bears its name."""
+    """Banks of 16 modes, each line labelled."""
     for variant, label, colour, style, order, above in AT_16:
         if (variant, "W1", "16") not in found:
             continue
@@ -64,8 +67,7 @@ def draw_variants(axes: Any, found: Curves) -> None:
         axes.semilogy(alphas, errors, color=colour, ls=style, lw=1.8)
         at = min(range(len(alphas)), key=lambda i: abs(alphas[i] - order))
         axes.annotate(label, (alphas[at], errors[at]), (0, above), textcoords="offset points",
-                      va="bottom" if above > 0 else "top", fontsize=8,
-                      color=INK if colour in (PALE, GREY) else colour)  # fmt: skip
+                      va="bottom" if above > 0 else "top", fontsize=8, color=colour)  # fmt: skip
     axes.set(title="M = 16: what other banks and weights reach", xlabel="order α")
     axes.set(xlim=(0.1, 0.99), ylim=(1e-10, 1))
 

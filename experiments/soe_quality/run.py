@@ -6,9 +6,9 @@ For each variant below, number of modes M, window of s and order α, one row of 
 
     error = max_s |E_α(-s^α) - Σ_m c_m exp(-s/τ_m)|
 
-on a logarithmic grid ten times finer than the one on which c was fitted. Rows that are in the
-file already are not computed again, and each is kept as soon as it is known. --smoke computes a
-few rows on a coarse grid, into a temporary folder unless --out names one.
+on a logarithmic grid ten times finer than the one on which c was fitted. Existing rows are not
+recomputed, and each row is saved as soon as it is known. --smoke computes a few rows on a coarse
+grid, into a temporary folder unless --out names one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from flash_frac.theory import (
 HERE = Path(__file__).parent
 MADE_WITH = ("commit", "python", "numpy", "scipy", "torch")
 COLUMNS = ("variant", "modes", "window", "alpha", "error", "seconds", *MADE_WITH)
-# W1 is the window of the paper; W2 has room on both sides.
+# W1 is the paper's window; W2 has a margin on both sides.
 WINDOWS = {"W1": PAPER_WINDOW, "W2": (1e-2, 1e6)}
-# Ends of the geometric bank of 16 modes that serve the simplex best on each window: the least mean
-# error over the 90 orders on a grid of ends a quarter octave apart.
+# Ends of the best geometric bank of 16 modes under the simplex constraint, for each window: lowest
+# mean error over the 90 orders, on a grid of ends a quarter octave apart.
 BEST_RANGE = {"W1": (0.42, 1.76e5), "W2": (0.0025, 1.3e7)}
 
 Array = NDArray[np.float64]
 
 
 class Task(NamedTuple):
-    """What a variant is given: M, the order, the name of the window, the size of its grid."""
+    """Input of a variant: M, the order, the name of the window, and the size of its grid."""
 
     modes: int
     alpha: float
@@ -65,7 +65,7 @@ class Bank(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A way to choose a bank, the numbers of modes M it is tried with, and the windows."""
+    """A way to choose a bank, and the numbers of modes M and windows to try it with."""
 
     build: Callable[[Task], Bank]
     modes: tuple[int, ...] = (16,)
@@ -82,12 +82,12 @@ def fitted(tau: Array, task: Task, constraint: str = "simplex") -> Bank:
 
 
 def free_nodes(task: Task) -> Bank:
-    """Timescales of their own for each order, by descents from the bank shared by all orders."""
+    """Timescales fitted to each order, by descents from the bank shared by all orders."""
     tau = named_bank(f"{task.window}_M{task.modes}_simplex")
-    # Off the shared optimum, where a descent may find no first step.
+    # Perturbed, because a descent may find no first step at the shared optimum.
     tau[0] *= 0.8
     best = math.inf
-    # Each begins with a wide trust region again, and so leaves where the last one stalled.
+    # Each restarts with a wide trust region, to escape from where the last one stalled.
     for _ in range(6):
         found = optimise_bank(
             task.modes,
@@ -104,7 +104,7 @@ def free_nodes(task: Task) -> Bank:
 
 
 def with_prior(tau: Array, task: Task, prior: str) -> Bank:
-    """The weights that the layer starts from: the softmax of its prior, nothing fitted."""
+    """The layer's initial weights: the softmax of its prior, with nothing fitted."""
     alpha = torch.tensor(task.alpha, dtype=torch.float64)
     log_tau = torch.from_numpy(np.log(tau))
     return Bank(tau, log_prior(alpha, log_tau, prior).softmax(-1).numpy())
@@ -137,12 +137,12 @@ VARIANTS = {
 
 
 def key_of(variant: str, task: Task) -> tuple[str, ...]:
-    """What names a row, as the CSV spells it."""
+    """Key of a row, as text in the CSV."""
     return (variant, str(task.modes), task.window, f"{task.alpha:.2f}")
 
 
 def results(folder: Path) -> Table:
-    """The rows in a folder; variant, modes, window and alpha name one."""
+    """The table of a folder; variant, modes, window and alpha identify a row."""
     return Table(folder / "results.csv", COLUMNS, num_key=4)
 
 

@@ -1,4 +1,4 @@
-"""HyenaDNA's pipeline, held against small cases by hand and against the library's tokenizer."""
+"""HyenaDNA's pipeline, against small cases by hand and the library's tokenizer."""
 
 import gzip
 import hashlib
@@ -66,7 +66,7 @@ def test_fasta_must_begin_with_a_header(tmp_path, text):
 @pytest.mark.parametrize("text", [">a\nAC\n>a\nGT\n", ">\nAC\n"])
 def test_fasta_names_are_told_apart(tmp_path, text):
     (tmp_path / "b.fa").write_text(text)
-    with pytest.raises(ValueError, match="every header must have a name of its own"):
+    with pytest.raises(ValueError, match="every header must have a distinct name"):
         read_fasta(tmp_path / "b.fa")
 
 
@@ -172,7 +172,7 @@ def test_rows_are_checked(genome):
 def package(tmp_path):
     """A Debian package with one file where the chromosome would be."""
     if shutil.which("dpkg-deb") is None:
-        pytest.skip("dpkg-deb is not here")
+        pytest.skip("dpkg-deb is not installed")
     root = tmp_path / "root"
     (root / "DEBIAN").mkdir(parents=True)
     (root / "DEBIAN" / "control").write_text(
@@ -195,14 +195,14 @@ def test_fetch_from_a_package(package, tmp_path, monkeypatch, capsys):
     fetch.main(arguments)
     assert out.read_bytes() == b"bases"
     fetch.main(arguments)
-    assert "is there already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="has no usr/nothing"):
         fetch.member_of(package, "usr/nothing")
 
 
 def test_fetch_without_apt(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(SystemExit, match=r"apt-get is not here.* --deb"):
+    with pytest.raises(SystemExit, match=r"apt-get is not installed.* --deb"):
         fetch.download("vt-examples", tmp_path)
-    with pytest.raises(SystemExit, match="dpkg-deb is not here"):
+    with pytest.raises(SystemExit, match="dpkg-deb is not installed"):
         fetch.member_of(tmp_path / "a.deb", "b")

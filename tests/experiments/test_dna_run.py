@@ -1,6 +1,7 @@
-"""The DNA experiment from end to end on a tiny genome that is made here, and its protocol."""
+"""The DNA experiment end to end on a tiny generated genome, and its protocol."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from experiments.dna.designs import CORES, MODELS, make_design
 from experiments.dna.protocol import KEY, LENGTHS, LRS, Job, Protocol, parse
 from experiments.dna.summary import SETTING, best_rows, lines
 from experiments.language_model import loss, make_model, num_parameters
-from experiments.style import NAMES
 from flash_frac.models import FracConfig, FracForCausalLM
 from flash_frac.recipes import find_config
 
@@ -82,6 +82,20 @@ def test_what_was_interrupted_goes_on(fasta, tmp_path, monkeypatch):
     assert len(rows) == 2 and rows[0] == first
 
 
+def test_models_rates_and_seeds_of_the_command_line(fasta, tmp_path):
+    """Several at once; each is a row."""
+    run.main([
+        *("--smoke", "--models", "frac_delta", "mamba3", "--lrs", "1e-3", "2e-3"),
+        *("--seeds", "0", "1", "--lengths", "64", "--max-tokens", "512", "--at-once", "4"),
+        *("--device", "cpu", "--fasta", str(fasta), "--out", str(tmp_path)),
+    ])  # fmt: skip
+    rows = run.results(tmp_path).rows.values()
+    found = {(row["model"], row["lr"], row["seed"]) for row in rows}
+    assert found == set(product(("frac_delta", "mamba3"), ("0.001", "0.002"), ("0", "1")))
+    assert {row["steps"] for row in rows} == {"2"}
+    assert all(1 < float(row["test_ppl"]) < 100 for row in rows)
+
+
 def test_bed_file_and_no_sep(fasta, tmp_path):
     bed = tmp_path / "a.bed"
     places = [("train", 0), ("train", 1000), ("valid", 4000), ("test", 5000)]
@@ -98,7 +112,7 @@ def test_bed_file_and_no_sep(fasta, tmp_path):
 
 
 def test_a_missing_genome_is_told(tmp_path):
-    with pytest.raises(SystemExit, match=r"is not there; python -m experiments\.dna\.fetch"):
+    with pytest.raises(SystemExit, match=r"does not exist; run python -m experiments\.dna\.fetch"):
         run.main([*FEW, "--fasta", str(tmp_path / "none.fa"), "--out", str(tmp_path)])
 
 
@@ -164,6 +178,7 @@ SIZES = {
     "gated_deltanet": (7_439_104, 3_209_984),
     "mamba2": (7_560_640, 3_331_520),
     "attention": (7_381_248, 3_152_128),
+    "frac_delta": (7_462_634, 3_233_514),
 }
 
 
@@ -171,6 +186,17 @@ SIZES = {
 def test_sizes(model):
     for core, size in zip(CORES, SIZES[model], strict=True):
         assert num_parameters(make_model(make_design(model, core), seed=0)) == size
+
+
+def test_frac_delta_has_the_mixers_of_both():
+    mixers = {
+        name: [layer.mixer for layer in make_model(make_design(name, "swiglu"), seed=0).layers]
+        for name in ("frac", "gated_deltanet", "frac_delta")
+    }
+    for number, mixer in enumerate(mixers["frac_delta"]):
+        source = "gated_deltanet" if number in (1, 4, 7) else "frac"
+        other = mixers[source][number]
+        assert type(mixer) is type(other) and num_parameters(mixer) == num_parameters(other)
 
 
 def test_plain_frac_is_the_model_of_the_recipe():
@@ -219,14 +245,11 @@ def row(model="frac", length=1024, lr=1e-3, valid=3.0, test=3.1, seed=0, **chang
     return setting | {name: str(value) for name, value in values.items()} | changes
 
 
-def test_the_readme_has_the_numbers_of_the_rows():
-    text = (run.HERE / "README.md").read_text()
-    rows = run.results(run.HERE).rows.values()
-    for column, words in (("ppl", "test perplexity"), ("base_ppl", "of A, C, G and T alone")):
-        (scores,) = best_rows(rows, column).values()
-        for model in {model for model, _ in scores}:
-            cells = [f"{scores[model, length].ppl:.3f}" for length in (1024, 4096, 16384)]
-            assert f"| {NAMES[model]}, {words} | {' | '.join(cells)} |" in text
+def test_the_readme_has_the_table_of_the_rows(capsys, tmp_path):
+    (tmp_path / "results.csv").write_bytes((run.HERE / "results.csv").read_bytes())
+    plot.main(["--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 4 and "\n".join(lines) in (run.HERE / "README.md").read_text()
 
 
 def test_the_learning_rate_is_chosen_on_the_validation_split():
@@ -267,3 +290,26 @@ def test_what_diverged_is_told_and_not_drawn(tmp_path):
 def test_a_figure_is_of_one_setting(tmp_path):
     with pytest.raises(SystemExit, match=r"must have rows of one setting .* found none"):
         plot.main(["--out", str(tmp_path)])
+    table = run.results(tmp_path)
+    table.append([dict.fromkeys(table.columns, "1") | row(core=core) for core in ("a", "b")])
+    with pytest.raises(SystemExit, match="choose with --steps and --core"):
+        plot.main(["--out", str(tmp_path)])
+
+
+def test_a_figure_is_of_the_most_steps(tmp_path, capsys):
+    """In numbers, not in letters: 1536 steps are more than 384. New models need not be Frac."""
+    short = [row(steps="384", test=3.3), row("mamba3", steps="384", test=3.2)]
+    long = [
+        row(model, length, seed=seed, steps="1536", test=3.1 + seed)
+        for model in ("mamba3", "frac_delta")
+        for length in (1024, 65536)
+        for seed in (0, 1)
+    ]
+    table = run.results(tmp_path)
+    table.append([dict.fromkeys(table.columns, "1") | each for each in (*short, *long)])
+    plot.main(["--out", str(tmp_path)])
+    found = capsys.readouterr().out.splitlines()
+    assert found[0] == "| `--core 1` | 1K | 64K |" and len(found) == 6
+    assert found[2] == "| Frac + delta, test perplexity | 3.600 ± 0.707 | 3.600 ± 0.707 |"
+    plot.main(["--out", str(tmp_path), "--steps", "384"])
+    assert "| Frac, test perplexity | 3.300 |" in capsys.readouterr().out

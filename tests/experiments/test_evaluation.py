@@ -1,18 +1,15 @@
-"""Rows of experiments/evaluation: of tiny models, beside what guessing scores."""
+"""Rows of experiments/evaluation for tiny models, beside scores by chance."""
 
 import csv
 import json
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from experiments.evaluation import run, summary, texts
 from experiments.evaluation.chance import chance_of
 from experiments.evaluation.one_sample import time_one_sample
 from experiments.evaluation.toy import toy_checkpoint, toy_data
 from flash_frac.evals import long_perplexity, niah
-from flash_frac.evals.runner import evaluate
 from flash_frac.evals.suites import SUITES
 from flash_frac.recipes import find_config
 
@@ -61,6 +58,15 @@ def test_the_readme_has_the_numbers_of_the_tables(capsys):
         assert line in text
 
 
+def test_a_share_has_the_error_of_a_coin():
+    """sqrt(p (1 - p) / n), also where the README writes it beside a score."""
+    assert summary.share_error(50.0, 100) == pytest.approx(5)
+    text = (run.HERE / "README.md").read_text()
+    (row,) = [row for row in read(run.HERE) if row["task"] == "hellaswag"]
+    error = summary.share_error(float(row["value"]), int(row["samples"]))
+    assert f"{float(row['value']):.2f} ± {error:.2f}" in text and f"{error:.2f}" == "0.44"
+
+
 def test_rows_are_of_what_was_asked_for(place, tmp_path, monkeypatch):
     """A finished run is not measured again, and lengths of other runs are left out."""
     arguments = [str(place / "tiny"), "--data-dir", str(place / "data"), "--suites", "longppl"]
@@ -94,31 +100,6 @@ def test_chance_counts_the_choices_of_the_very_examples(tmp_path):
     lambada = suite.units(("lambada_openai",))[0]
     values = [chance_of(suite, lambada, m, limit=None, **common) for m in lambada.task.metrics]
     assert values == [None, 0.0]
-
-
-def test_untrained_is_the_same_shape_with_other_weights(place, tmp_path, monkeypatch):
-    measured = []
-
-    def look(checkpoint, *args, **options):
-        measured.append(load_file(f"{checkpoint}/model.safetensors"))
-        return evaluate(checkpoint, *args, **options)
-
-    # Weights that no seed gives.
-    model = run.AutoModelForCausalLM.from_pretrained(place / "tiny")
-    for parameter in model.parameters():
-        parameter.data.fill_(0.01)
-    model.save_pretrained(tmp_path / "trained")
-    for path in (place / "tiny").glob("token*"):
-        (tmp_path / "trained" / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(run, "evaluate", look)
-    arguments = [str(tmp_path / "trained"), "--data-dir", str(place / "data"), "--untrained"]
-    arguments += ["--suites", "lm", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]
-    run.main(arguments)
-    assert [row["name"] for row in read(tmp_path)] == ["untrained"]
-    # The toy is itself untrained, of seed 0.
-    toy = load_file(place / "tiny" / "model.safetensors")
-    assert measured[0].keys() == toy.keys()
-    assert all(torch.equal(measured[0][name], toy[name]) for name in toy)
 
 
 def test_one_sample(tmp_path):

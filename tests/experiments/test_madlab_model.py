@@ -1,4 +1,4 @@
-"""Shapes, sizes and the start of MADLab's models; its protocol."""
+"""Shapes, sizes and initialisation of MADLab's models; its protocol."""
 
 import dataclasses
 import math

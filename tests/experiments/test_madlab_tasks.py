@@ -1,4 +1,4 @@
-"""The laws of MADLab's generators, and that the arrays stay the official ones."""
+"""The distributions of MADLab's generators; their arrays equal the official ones."""
 
 import hashlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The designs, the second text and the small runs of experiments/mixed_models."""
+"""The designs, the second text and small runs of experiments/mixed_models."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from experiments.mixed_models.models import (
     make_model,
 )
 from experiments.training import Optimisation, Training, shuffled_order, train_side_by_side
-from flash_frac.models import FracForCausalLM
+from flash_frac.models import FracCache, FracForCausalLM
 
 README = (run.HERE / "README.md").read_text()
 VOCABULARY = 259
@@ -191,7 +191,13 @@ def test_smoke_leaves_rows_a_figure_and_tables(smoke, capsys):
 
 def test_a_second_run_trains_nothing(smoke, monkeypatch):
     monkeypatch.setattr(study, "train_rows", lambda *_: pytest.fail("a run was repeated"))
-    run.main(["--smoke", "--out", str(smoke), "--models", *FEW])
+    again = ["--smoke", "--out", str(smoke), "--models", *FEW]
+    run.main(again)
+    run.main([*again, "--save", str(smoke / "saved")])
+    trained = []
+    monkeypatch.setattr(study, "train_rows", lambda jobs, *_: trained.extend(jobs) or ())
+    run.main([*again, "--save", str(smoke / "other")])
+    assert [job.model for job in trained] == FEW
 
 
 def test_checkpoints_are_measured_with_temperatures(smoke, tmp_path, monkeypatch):
@@ -215,6 +221,19 @@ def test_checkpoints_are_measured_with_temperatures(smoke, tmp_path, monkeypatch
     assert summary.label("frac_delta_temperature_0.5") == "Frac + 3 delta, temperature 0.5"
 
 
+def test_checkpoints_are_checked_before_any_is_measured(smoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "measured_rows", lambda *_: pytest.fail("a model was measured"))
+    good, bad = (
+        str(smoke / "saved" / f"{name}-lr0.002-seed0-steps3")
+        for name in ("frac_attention_nope", "frac_delta")
+    )
+    start = ["--smoke", "--out", str(tmp_path), "--measure-only", good]
+    with pytest.raises(SystemExit, match=r"frac_delta-lr0.002-seed0-steps3 .*no full attention"):
+        run.main([*start, bad])
+    with pytest.raises(SystemExit, match=r"--measure-only must name checkpoints of --save"):
+        run.main([*start, str(smoke)])
+
+
 def test_speed_and_bytes(tmp_path, monkeypatch):
     run_once = ["--smoke", "--out", str(tmp_path), "--models", "frac_attention", "frac_delta"]
     speed.main(run_once)
@@ -224,14 +243,40 @@ def test_speed_and_bytes(tmp_path, monkeypatch):
     for (name, measurement, length, _), row in rows.items():
         if measurement == "state":
             state[name].append((int(length), int(row["value"])))
-    # One attention layer of two heads of 16: keys and values in float32.
+    # One attention layer of two heads of 16: keys and values in bfloat16.
     (short, few), (long, many) = state["frac_attention"]
-    assert many - few == (long - short) * 2 * 2 * 16 * 4
+    assert many - few == (long - short) * 2 * 2 * 16 * 2
     assert len({size for _, size in state["frac_delta"]}) == 1
-    monkeypatch.setattr(speed, "measure", lambda *_: pytest.fail("a model was measured again"))
-    speed.main(run_once)
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "measure", lambda *_: pytest.fail("a model was measured again"))
+        speed.main(run_once)
     (line,) = [line for line in summary.speeds(tmp_path) if "Frac + 3 delta" in line]
     assert line == f"| Frac + 3 delta |{'  |' * 7}"
+
+
+def test_bytes_of_states_are_measured_alone(tmp_path, monkeypatch):
+    """Other measurements are added later; designs of the same sizes are left out."""
+    monkeypatch.setattr(speed, "training_speed", lambda *_: pytest.fail("a model was trained"))
+    monkeypatch.setattr(speed, "Generator", lambda *_: pytest.fail("a model generated"))
+    arguments = ["--smoke", "--out", str(tmp_path)]
+    speed.main([*arguments, "--state-only"])
+    states = speed.results(tmp_path).rows
+    assert {key[0] for key in states} == {*DESIGNS} - speed.ALIKE and len(states) == 2 * 13
+    monkeypatch.undo()
+    monkeypatch.setattr(speed, "state_bytes", lambda *_: pytest.fail("a size was measured again"))
+    speed.main([*arguments, "--models", "frac_delta"])
+    assert len(speed.results(tmp_path).rows) == 2 * 13 + 5
+
+
+@pytest.mark.parametrize("name", ["frac_attention", "frac_sliding_512", "frac_delta"])
+def test_bytes_of_states_are_those_of_a_text(name):
+    """Sliding layers keep less than they read."""
+    model, cache = tiny(name).model, FracCache(tiny(name).model.config)
+    with torch.no_grad():
+        model.model(tokens(1, 900), past_key_values=cache, use_cache=True)
+    layers = [cache.layers[n] for n in cache.attention_layers]
+    read = [*cache.tensors(), *chain(*((layer.keys, layer.values) for layer in layers))]
+    assert speed.state_bytes(model, 900) == sum(x.nbytes for x in read)
 
 
 def test_differences_have_two_standard_errors():

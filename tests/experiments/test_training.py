@@ -1,4 +1,4 @@
-"""Side-by-side training: the steps it takes are those of a loop that anybody would write."""
+"""Side-by-side training takes the same steps as a plain training loop."""
 
 import math
 

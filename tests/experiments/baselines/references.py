@@ -1,4 +1,4 @@
-"""The baselines token by token, from their equations, with the weights of a layer."""
+"""The baselines token by token, from their equations, with a layer's weights."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""On a GPU: against the maintained kernels, and a training step in a CUDA graph."""
+"""On a GPU: against maintained kernels, and a training step in a CUDA graph."""
 
 import importlib
 

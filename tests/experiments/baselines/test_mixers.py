@@ -1,6 +1,7 @@
-"""What holds for every baseline: the recurrence, any split, causality, the state alone."""
+"""Contracts of every baseline: the recurrence, any split, causality, the state alone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -179,3 +180,15 @@ def test_errors_name_the_remedy(case):
         mixer(torch.zeros(3, 1, WIDTH, dtype=torch.float64), state=state)
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         make_mixer(case.split("-")[0], WIDTH, num_heads=0, head_dim=4)
+
+
+def test_elapsed_time_multiplies_the_step_of_mamba2():
+    """Twice the time is twice the rate, and twice what is written."""
+    mixer, x = mixer_of("mamba2"), torch.randn(2, 9, WIDTH).double()
+    faster = copy.deepcopy(mixer)
+    with torch.no_grad():
+        faster.A_log.add_(math.log(2))
+    elapsed = torch.full((2, 9), 2.0)
+    state, expected = mixer(x, elapsed=elapsed)[1], faster(x)[1]
+    torch.testing.assert_close(state.recurrent, 2 * expected.recurrent)
+    assert_same_state(absorb(mixer, x, elapsed=elapsed), state)
