@@ -1,4 +1,4 @@
-"""Which backends of the table can be tested here, on which device and in which dtype."""
+"""Backends of the table that can be tested here, with their devices and dtypes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The command `frac`, called as its entry point is, without a new process that imports torch."""
+"""Call the command `frac` through its entry point, without a new process that imports torch."""
 
 import io
 import sys

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -5,9 +7,21 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish():
+    """Exempt all loaded modules from garbage collection, which takes 0.3 s over them each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+def pytest_fixture_setup(fixturedef):
+    """Seed fixtures that several tests share: they are set up before `fixed_seed` runs."""
+    if fixturedef.scope != "function":
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a program asks of the disk, in its order."""
+"""Record a program's disk operations, in order."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The error rule: against float64, at most twice the error of the reference plus a rounding."""
+"""The error rule: against float64, at most twice the reference's error plus one rounding."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""One rule for what a text begins with: in training, evaluation, generation and serving."""
+"""One rule for the start of a text, in training, evaluation, generation and serving."""
 
 import json
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_conventions_of_others():
     assert beginning(ByT5Tokenizer()) == []
     with pytest.raises(ValueError, match="add_bos_token is true, but the tokenizer has no bos tok"):
         set_beginning(ByT5Tokenizer(), True)
-    with pytest.raises(ValueError, match=r"but ByT5Tokenizer begins texts with \[\] all the same"):
+    with pytest.raises(ValueError, match=r"but ByT5Tokenizer still starts texts with \[\]"):
         set_beginning(ByT5Tokenizer(bos_token="<s>"), True)
 
 

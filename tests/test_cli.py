@@ -1,4 +1,4 @@
-"""The command `frac`, as it is typed."""
+"""The command `frac`, as typed by a user."""
 
 import json
 import shutil
@@ -44,13 +44,20 @@ def test_bench(checkpoint, tmp_path):
     options = ("--parts", "prefill", "--peers", "none", "--lengths", "16,32", "--out", out)
     done = frac("bench", checkpoint, *options)
     assert done.returncode == 0, done.stderr
-    assert "| tokens/s | prefill@16 | prefill@32 |" in done.stdout
+    assert "| tokens/s | mode | state, MiB | prefill@16 | prefill@32 |" in done.stdout
     # Neither rows of a 1.3B model on a GPU, nor the error of another dtype than the rows have.
     assert "paper" not in done.stdout and "bfloat16" not in done.stdout
     assert "a small model in float32: logits off by" in done.stdout
     rows = json.loads(out.read_text())["rows"]
     assert {row["dtype"] for row in rows} == {"float32"}
     assert all(float(row["error"]) < 1e-5 for row in rows)
+
+
+def test_bench_checks_its_options_before_the_config():
+    """The config is missing, because there is no GPU, and may take a download."""
+    for option, value in (("--parts", "fly"), ("--peers", "fly"), ("--lengths", "fly")):
+        done = frac("bench", option, value)
+        assert done.returncode == 1 and done.stderr.startswith(f"frac: {option[2:]} must be"), value
 
 
 def test_doctor():
@@ -64,6 +71,24 @@ def test_inspect(checkpoint, tmp_path):
     done = frac("inspect", checkpoint, "--text", tmp_path / "text.txt", "--out", out)
     assert done.returncode == 0, done.stderr
     assert (out / "index.html").exists() and (out / "report.json").exists()
+    text = ("--text", tmp_path / "text.txt", "--out", tmp_path / "both")
+    done = frac("inspect", checkpoint, checkpoint, *text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("both/before.json and report.json.\n")
+    assert (tmp_path / "both" / "before_after.svg").exists()
+
+
+def test_a_bad_value_names_its_option(checkpoint, tmp_path):
+    absent = tmp_path / "absent"
+    inspect = ("inspect", checkpoint, "--out", tmp_path / "out")
+    for command, problem in (
+        ((*inspect, "--text", absent), f"frac: --text {absent} does not exist"),
+        ((*inspect, "--text", tmp_path), f"frac: --text {tmp_path} is a folder"),
+        ((*inspect, "--tokens", 3), "Invalid value for '--tokens'"),
+        (("generate", checkpoint, "--state", absent), f"frac: --state {absent} does not exist"),
+    ):
+        done = frac(*command)
+        assert done.returncode and problem in done.stderr, done.stderr
 
 
 def test_version():
@@ -110,10 +135,11 @@ def test_every_command_refuses_a_broken_model(command, not_finite, tmp_path, mon
 def test_doctor_verifies_a_checkpoint(checkpoint, tmp_path):
     """All of its files, by the manifest that training writes."""
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
-    assert "not verified: no manifest.json" in " ".join(frac("doctor", folder).stdout.split())
+    said = " ".join(frac("doctor", folder).stdout.split())
+    assert "not verified: there is no manifest.json" in said
     write_manifest(folder)
     done = frac("doctor", folder)
-    assert done.returncode == 0 and "files have the checksums of" in done.stdout
+    assert done.returncode == 0 and "files match their checksums in" in done.stdout
     for name in ("model.safetensors", "config.json"):
         whole = (folder / name).read_bytes()
         # A digit of the settings, and a bit of the last weight.
@@ -153,6 +179,7 @@ def test_outputs_are_checked_before_the_work(tmp_path):
         ("eval", "absent/", "--out", below),
         ("eval", "compare", "absent/", "--out", below),
         ("eval", "prepare", below),
+        ("data", "prepare", "absent.txt", below),
         ("bench", "frac-tiny", "--out", below),
         ("quickstart", "--output-dir", below),
     ):
@@ -166,9 +193,9 @@ def test_outputs_are_checked_before_the_work(tmp_path):
 def test_binary_texts_are_named(checkpoint, tmp_path):
     (tmp_path / "text.bin").write_bytes(b"\xff\x00")
     done = frac("inspect", checkpoint, "--text", tmp_path / "text.bin", "--out", tmp_path / "out")
-    assert done.returncode == 1 and f"{tmp_path / 'text.bin'} is not a text in UTF-8" in done.stderr
+    assert done.returncode == 1 and f"{tmp_path / 'text.bin'} is not UTF-8 text" in done.stderr
     done = frac("generate", checkpoint, stdin=b"\xff\x00")
-    assert done.returncode == 1 and "standard input is not a text in UTF-8" in done.stderr
+    assert done.returncode == 1 and "standard input is not UTF-8 text" in done.stderr
 
 
 def test_a_tokenizer_can_be_named(checkpoint, tmp_path, monkeypatch):
@@ -180,7 +207,7 @@ def test_a_tokenizer_can_be_named(checkpoint, tmp_path, monkeypatch):
     for command, options in COMMANDS.items():
         if command != "train":
             done = frac(command, bare, *options)
-            expected = f"frac: {bare} has no tokenizer; pass --tokenizer, or save one beside it"
+            expected = f"frac: {bare} has no tokenizer; pass --tokenizer, or save one next to it"
             assert (done.returncode, done.stderr) == (1, expected), command
     options = ("--prompt", "To be", "--temperature", 0, "--max-new-tokens", 5)
     named = frac("generate", bare, *options, "--tokenizer", "bytes")
@@ -189,8 +216,30 @@ def test_a_tokenizer_can_be_named(checkpoint, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
+def test_torchao_says_nothing_on_being_imported():
+    """transformers imports it for every command that loads a model."""
+    script = (
+        "import sys; sys.argv = ['frac', 'export', 'no', 'where']; import flash_frac.cli as cli"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; cli.main()"], capture_output=True, text=True
+    )
+    expected = "frac: checkpoint must be a folder with a config.json, got no\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def test_weights_can_be_quantised(checkpoint):
+    options = ("--prompt", "To be", "--temperature", 0, "--max-new-tokens", 5)
+    for kind in ("int8", "fp8"):
+        done = frac("generate", checkpoint, *options, "--quantize", kind)
+        assert done.returncode == 0 and done.stdout.startswith("To be"), done.stderr
+    done = frac("generate", checkpoint, *options, "--quantize", "int3")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "frac: quantize must be int8 or fp8, got 'int3'"
+
+
 def test_a_tokenizer_that_is_too_large_is_named(tmp_path):
     FracForCausalLM(tiny_config(vocab_size=100)).save_pretrained(tmp_path / "small")
     command = ("inspect", tmp_path / "small", "--tokenizer", "bytes", "--out", tmp_path / "page")
     done = frac(*command)
-    assert done.returncode == 1 and "but the model's vocab_size is 100" in done.stderr
+    assert done.returncode == 1 and f"but the vocab_size of {command[1]} is 100" in done.stderr

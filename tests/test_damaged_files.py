@@ -1,4 +1,4 @@
-"""Files that are damaged are named, with the line where they have lines."""
+"""Errors name the damaged file, and the line if it has lines."""
 
 import json
 import math
@@ -20,9 +20,9 @@ BROKEN = {
     b"": "is not JSON",
     b"{": "is not JSON",
     b'{"a": 1}}': "is not JSON",
-    b"[1, 2]": "must be an object of JSON, got",
-    b"null": "must be an object of JSON, got None",
-    b"{\xff}": "is not a text in UTF-8",
+    b"[1, 2]": "must be a JSON object, got",
+    b"null": "must be a JSON object, got None",
+    b"{\xff}": "is not UTF-8 text",
     b"\0" * 99: "is not JSON",
     b"[" * 100_000: "is not JSON",
     b"{}": "is damaged: 'step' must be of type int, got None",
@@ -98,7 +98,7 @@ def test_a_table_cut_anywhere_is_named(tmp_path):
 def test_other_damage_of_tables_is_named(tmp_path, content):
     path = tmp_path / "results.csv"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"results\.csv (line 2|is not a text)"):
+    with pytest.raises(ValueError, match=r"results\.csv (line 2|is not UTF-8 text)"):
         read_table(path)
 
 

@@ -1,4 +1,4 @@
-"""What is imported is declared, what is tested is pinned, and what CI installs is hashed."""
+"""Imports are declared, tested versions are pinned, and CI installs by hash."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ EVERY = [*PROJECT["dependencies"], *(text for extra in EXTRAS.values() for text 
 # Modules whose package has another name.
 PACKAGES = {"yaml": "pyyaml"}
 # What benchmarks compare with, if it is there; no user needs them.
-PEERS = {"cut_cross_entropy", "fla", "liger_kernel", "mamba_ssm", "torchao"}
+PEERS = {"cut_cross_entropy", "fla", "liger_kernel", "mamba_ssm"}
 # torch brings it with its builds for GPUs, in the one version that it works with.
 OF_TORCH = {"triton"}
 
@@ -113,7 +113,7 @@ def test_the_lock_file_has_every_pin_and_a_hash_for_each():
 
 
 def test_ci_installs_the_lock_file():
-    assert "make test LOCKED=1" in (ROOT / ".ci" / "run").read_text()
+    assert "make -j 2 test LOCKED=1" in (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
     assert "--no-deps --require-hashes -r requirements-lock.txt" in makefile
 
@@ -123,3 +123,22 @@ def test_the_quickstart_installs_little():
     assert names(EXTRAS["quickstart"]) <= names(EXTRAS["train"]) | names(EXTRAS["plot"])
     makefile = (ROOT / "Makefile").read_text()
     assert "-e .[quickstart]" in makefile and "quickstart: $(VENV)/quickstart" in makefile
+
+
+def test_the_documentation_is_locked():
+    """In a lock file and an environment of its own, whose tools agree with the tested ones."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    asked = {
+        canonicalize_name(Requirement(text).name): text.split("==")[1] for text in groups["docs"]
+    }
+    locked = pins("requirements-docs.txt")
+    assert {name: locked[name] for name in asked} == asked
+    text = (ROOT / "requirements-docs.txt").read_text()
+    assert all("--hash=sha256:" in entry for entry in re.split(r"\n(?=\S)", text.strip()))
+    tested = pins("requirements-lock.txt")
+    assert {name: tested[name] for name in ("ruff", "typer")} == {
+        name: asked[name] for name in ("ruff", "typer")
+    }
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--require-hashes -r requirements-docs.txt" in makefile
+    assert re.search(r"^test:.*\bdocs\b", makefile, re.MULTILINE)

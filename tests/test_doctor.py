@@ -1,4 +1,4 @@
-"""The doctor: nothing wrong here, and what is wrong is found, named and survives no exit status."""
+"""The doctor: passes here, and reports each problem by name with a non-zero exit status."""
 
 import math
 import os

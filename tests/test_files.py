@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files are written atomically."""
 
 import multiprocessing
 import os

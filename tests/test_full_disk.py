@@ -1,7 +1,7 @@
-"""Disks that are full: one line that names the file and the room it needs, and nothing stays.
+"""Full disks: a one-line error names the file and the space it needs, and nothing is left behind.
 
-A limit on the size of files stands for the disk: the system refuses writes beyond it in the same
-way, to Python, to safetensors and to tokenizers.
+A file size limit simulates the disk: the system refuses writes beyond it in the same way, to
+Python, to safetensors and to tokenizers.
 """
 
 import re
@@ -26,8 +26,8 @@ from flash_frac.files import (
 )
 from flash_frac.inference.prefixes.files import FORMAT
 from flash_frac.inference.storage import write_file
+from flash_frac.lock import locked
 from flash_frac.train.checkpoint import SHARDS, CheckpointError, whole
-from flash_frac.train.lock import locked
 from tests.commands import frac, make_checkpoint
 
 NEEDS = "it needs {} bytes, and "
@@ -186,7 +186,7 @@ def test_a_checkpoint(tmp_path, save):
         with whole(tmp_path, "checkpoint-2", **once) as draft:
             (draft / "file").write_text("good")
         needs = NEEDS.format(folder_size(tmp_path / "checkpoint-2"))
-        good = f"the last good checkpoint is {tmp_path / 'checkpoint-2'}"
+        good = f"resumes from the last good checkpoint, {tmp_path / 'checkpoint-2'}"
 
 
 def test_consolidate(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Damage to a folder is found, and named by file."""
+"""Damage to a folder is detected, naming the file."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_a_flipped_byte_is_found(folder, name):
 
 def test_a_file_of_another_size_is_found(folder):
     (folder / "shards" / "0.distcp").write_bytes(b"sha")
-    with pytest.raises(ManifestError, match=r"0.distcp is damaged: it has 3 bytes, 5 in"):
+    with pytest.raises(ManifestError, match=r"0.distcp is damaged: it has 3 bytes, but 5 in"):
         check_manifest(folder)
 
 
@@ -84,4 +84,14 @@ def test_a_manifest_of_a_later_format_is_refused(folder):
     content = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**content, "format": 2}))
     with pytest.raises(ManifestError, match="has format 2, but this flash-frac reads format 1"):
+        check_manifest(folder)
+
+
+def test_only_some_files_with_sums_that_are_known(folder):
+    """Those are not read again, so that a wrong one is found by the check alone."""
+    known = {"model.safetensors": read_manifest(folder)["model.safetensors"]}
+    (folder / "model.safetensors").write_bytes(bytes(256 * 40))
+    write_manifest(folder, ["empty"], known=known)
+    assert list(read_manifest(folder)) == ["empty", "model.safetensors"]
+    with pytest.raises(ManifestError, match=r"model\.safetensors is damaged"):
         check_manifest(folder)

@@ -1,4 +1,4 @@
-"""Python code that comes with a checkpoint: it runs if that was asked for, and not by a piped y."""
+"""Python code in a checkpoint runs only if the user allows it, and not because of a piped y."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_no_command_runs_it_for_a_piped_yes(command, tokenizer, checkpoint, mark
     assert done.returncode == 1 and not mark.exists()
     assert "Traceback" not in done.stderr
     if command not in ("doctor", "bench", "export"):
-        assert "Python code of its own, which is not run unless you trust it" in done.stderr
+        assert "its own Python code, which is not run unless you trust it" in done.stderr
         assert done.stderr.splitlines()[-1].startswith("frac: ")
 
 

@@ -1,4 +1,4 @@
-"""The small configuration that tests build models from."""
+"""The small configuration for models in tests."""
 
 from flash_frac.models import FracConfig
 

@@ -1,13 +1,13 @@
-"""Faults at random: processes that are killed, disks that are full, files that are damaged.
+"""Random faults: killed processes, full disks, damaged files.
 
-`make test-faults` runs hundreds of trials, each drawn from the seed that it prints, and
-`test_faults.py` a few of each kind in CI. A trial ends well in one of two ways: the result is that
-of a run without a fault, to the bit, or an error of one line names the file. Anything else is a
-loss.
+`make test-faults` runs hundreds of trials, each drawn from the seed that it prints;
+`test_faults.py` runs a few of each kind in CI. A trial passes in one of two ways: the result is
+bit-identical to that of a run without a fault, or a one-line error names the file. Anything else is
+a failure.
 
-    damage.py     what may happen to the bytes of a file
-    children.py   processes that die, or find the disk full, at a chosen access to a file
-    writers.py    all that the library writes, and how it is read again
+    damage.py     kinds of damage to the bytes of a file
+    children.py   processes that die, or find the disk full, at a chosen file access
+    writers.py    everything that the library writes, and how to read it back
     trials.py     the kinds of trials
     __main__.py   the command
 """

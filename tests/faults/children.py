@@ -1,7 +1,7 @@
-"""Processes that die, or find the disk full, at a chosen access to a file.
+"""Processes that die, or find the disk full, at a chosen file access.
 
-Python reports what it opens, renames and deletes to audit hooks. One that counts these events below
-a folder can end the process at any of them, or have each write from then on fail.
+Python reports opened, renamed and deleted files to audit hooks. A hook that counts these events
+below a folder can end the process at any of them, or make every later write fail.
 """
 
 import errno

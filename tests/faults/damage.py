@@ -1,4 +1,4 @@
-"""What may happen to the bytes of a file."""
+"""Kinds of damage to the bytes of a file."""
 
 import random
 from pathlib import Path

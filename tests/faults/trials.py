@@ -1,4 +1,4 @@
-"""The kinds of trials. Each takes its draws from a generator, and returns what it has done."""
+"""The kinds of trials. Each draws from a generator, and returns a description of what it did."""
 
 import atexit
 import io

@@ -1,14 +1,15 @@
-"""All that the library writes, and how it is read again.
+"""Everything that the library writes, and how to read it back.
 
-`write(material, folder)` does the work of a command in a folder, and goes on with what is there.
-`read(material, folder)` gives what a user gets from it, as values that can be compared. Both raise
-a ValueError or OSError that names the file if something is wrong with one.
+`write(material, folder)` does the work of a command in a folder, and resumes unfinished work.
+`read(material, folder)` returns what a user gets from it, as comparable values. Both raise a
+ValueError or OSError that names the file if a file is bad.
 """
 
 import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,13 +166,15 @@ def _ask(material: Path, folder: Path) -> list[list[int]]:
     states = PrefixStates(
         device_bytes=0, host_bytes=0, disk_bytes=2**24, folder=folder / "states", spacing=None
     )
-    engine = Engine(_model(material), slots=2, max_length=64, piece=16, prefixes=states)
-    prompts = [[*range(3, 20), n] for n in (40, 41, 42)]
-    ids = [engine.submit(Request(prompt=prompt, max_new_tokens=4)) for prompt in prompts]
-    answers: dict[Any, list[int]] = {id: [] for id in ids}
-    for update in engine.run_until_idle():
-        answers[update.id] += update.tokens
-    states.save()
+    # Without closing, the folder stays locked until the garbage collector runs.
+    with closing(states):
+        engine = Engine(_model(material), slots=2, max_length=64, piece=16, prefixes=states)
+        prompts = [[*range(3, 20), n] for n in (40, 41, 42)]
+        ids = [engine.submit(Request(prompt=prompt, max_new_tokens=4)) for prompt in prompts]
+        answers: dict[Any, list[int]] = {id: [] for id in ids}
+        for update in engine.run_until_idle():
+            answers[update.id] += update.tokens
+        states.save()
     return [answers[id] for id in ids]
 
 
