@@ -33,6 +33,9 @@ SLIDING_PIECE = 4096
 """Most tokens of a row that models with sliding windows read at once."""
 FIRST_WINDOW = 64
 """Attention window at the start of training, in designs with a growing window."""
+SCALED_FROM = 16
+"""Queries that see n > SCALED_FROM tokens are multiplied by log(n) / log(SCALED_FROM), in training
+too, in designs of scaled attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +63,9 @@ def _layers(most: str, others: str = "", at: Sequence[int] = (), num: int = 10) 
     return tuple(others if n in at else most for n in range(num))
 
 
-def _nope(label: str, at: Sequence[int], *, grows: bool = False) -> Design:
+def _nope(label: str, at: Sequence[int], *, grows: bool = False, **options: Any) -> Design:
     """Frac with attention without positions at these layers."""
-    options = {"attention_positions": "none"}
+    options = {"attention_positions": "none", **options}
     label = f"Frac + {label}, no positions"
     return Design(
         label=label, layers=_layers("frac", "attention", at), options=options, grows=grows
@@ -101,6 +104,9 @@ DESIGNS = MAIN | {
     "frac_attention_nope_first": _nope("3 attention at 0, 1, 2", (0, 1, 2)),
     "frac_attention_nope_last": _nope("3 attention at 7, 8, 9", (7, 8, 9)),
     "frac_attention_nope_growing": _nope("3 attention of growing window", (2, 5, 8), grows=True),
+    "frac_attention_nope_scaled": _nope(
+        "3 attention scaled by log length", (2, 5, 8), attention_temperature_length=SCALED_FROM
+    ),
     "frac_sliding_512": _sliding(512),
     "frac_sliding_2048": _sliding(2048),
 }

@@ -30,9 +30,9 @@ from flash_frac.models import FracCache, FracConfig, FracForCausalLM
 
 KEY = ("model", "measurement", "length", "batch_size")
 COLUMNS = (*KEY, "value", "unit", "commit", "machine", "torch")
-# Designs that differ from frac_attention_nope in where attention is, or how it is trained: neither
-# their speed nor their size differs.
-ALIKE = {f"frac_attention_nope_{name}" for name in ("first", "last", "growing")}
+# Designs that differ from frac_attention_nope in where attention is, how it is trained, or a factor
+# of its queries: neither their speed nor their size differs.
+ALIKE = {f"frac_attention_nope_{name}" for name in ("first", "last", "growing", "scaled")}
 # Tokens that a model reads before its size is measured.
 _READ = 64
 # Untimed steps and tokens, in which kernels are compiled and graphs captured.
