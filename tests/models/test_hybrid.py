@@ -265,7 +265,7 @@ def test_initialisation():
 @torch.no_grad()
 def test_forward_compiles_once_for_all_lengths(ids):
     """Without graph breaks, and with nothing that changes from one call to the next."""
-    model = make_kind("all", torch.float32)
+    model = make_kind("all")
     # What is made of the graph is tested with the operators, and takes seconds a layer.
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     close(compiled(ids, use_cache=False).logits, model(ids).logits)
