@@ -31,6 +31,7 @@ from flash_frac.inference.generation_settings import (
 )
 from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request, Update
 from flash_frac.models import FracForCausalLM
+from flash_frac.models.generation import NO_LIMIT
 
 Handler: TypeAlias = tuple[Callable[[Any], object], asyncio.AbstractEventLoop]
 # The model attribute that keeps a manager for the next session.
@@ -212,10 +213,7 @@ class EngineManager:
         """
         limit = self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
         if limit is None:
-            raise ValueError(
-                "max_new_tokens must be given, here or in the generation_config: the state of a "
-                "Frac model never fills up, so nothing else would end an answer"
-            )
+            raise ValueError(NO_LIMIT)
         if request_id is None:
             request_id = self._names(1)[0]
         prompt = list(input_ids)
@@ -258,7 +256,7 @@ class EngineManager:
     def _submit(self, running: Running, fields: dict[str, Any]) -> None:
         """Queue a request; like transformers, end it with status FAILED if the engine refuses it.
 
-        An error here would end `generate_batch`, which then returns no answer at all.
+        An error here would end `generate_batch` without any answer.
         """
         name, give_up = running.request_id, time.monotonic() + PATIENCE
         while True:

@@ -6,6 +6,7 @@ layers above the models, so they are imported only when they are used.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,11 @@ from flash_frac.models.cache import CANNOT_CROP, FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 
 logger = logging.get_logger(__name__)
+
+NO_LIMIT = (
+    "max_new_tokens must be given, here or in the generation_config: the state of a Frac model "
+    "never fills up, so nothing else would end an answer"
+)
 
 # What `inference.routing` keeps between calls, by model. It is not stored in the model, so that
 # copies and files of the model do not include it.
@@ -78,6 +84,43 @@ class FracGenerationMixin(GenerationMixin):
         from flash_frac.inference.batching import make_manager
 
         return make_manager(self, generation_config, continuous_batching_config, workload_hints)
+
+    def generate_batch(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs: list[list[int]],
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        *,
+        max_new_tokens: int | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """As transformers', but with an error where that one logs it and returns no answers.
+
+        Example: `model.generate_batch([[5, 6, 7], [9]], max_new_tokens=20)`
+        """
+        config = self.generation_config if generation_config is None else generation_config
+        known = set(signature(super().generate_batch).parameters) - {"kwargs"}
+        if unknown := sorted(set(options) - known):
+            raise ValueError(
+                f"generate_batch has no argument {', '.join(unknown)}; pass sampling settings in a "
+                "GenerationConfig, as generation_config"
+            )
+        if inputs and max_new_tokens is None and config.max_new_tokens is None:
+            raise ValueError(NO_LIMIT)
+        results = super().generate_batch(
+            inputs,
+            generation_config=generation_config,
+            continuous_batching_config=continuous_batching_config,
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
+        expected = len(inputs) * (config.num_return_sequences or 1)
+        if len(results) < expected:
+            raise RuntimeError(
+                f"{expected - len(results)} of {expected} answers are missing; the error logged "
+                "before says why"
+            )
+        return results
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Stop the manager that was kept for the next session, if there is one."""

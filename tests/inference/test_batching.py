@@ -60,6 +60,22 @@ def test_a_refused_prompt_ends_alone(model):
             assert result.prompt_ids == prompt and result.generated_tokens == []
 
 
+def test_generate_batch_names_what_it_cannot_do(model):
+    with pytest.raises(ValueError, match="max_new_tokens must be given"):
+        model.generate_batch(PROMPTS)
+    with pytest.raises(ValueError, match="generate_batch has no argument temperature; pass"):
+        model.generate_batch(PROMPTS, GREEDY, temperature=0.5)
+    assert model.generate_batch([]) == {}
+
+
+def test_generate_batch_loses_no_answer_in_silence(model):
+    with (
+        mock.patch.object(EngineManager, "add_requests", side_effect=QueueFull("full")),
+        pytest.raises(RuntimeError, match="4 of 4 answers are missing"),
+    ):
+        model.generate_batch(PROMPTS, GREEDY)
+
+
 def test_a_refused_request_keeps_no_handler(manager, model):
     async def ask(prompt):
         done = asyncio.get_running_loop().create_future()
