@@ -507,7 +507,7 @@ OF_THE_ENGINE = [
         "message 0 must have tool_calls with arguments in JSON",
     ),
     (TEXT, {"prompt": "\ud800"}, "surrogates not allowed"),
-    (TEXT, {"prompt": [5, 99]}, "prompt must have ids in [0, 99)"),
+    (TEXT, {"prompt": [5, 99]}, "prompt must be in [0, 99), the vocabulary"),
     (TEXT, {"prompt": "Once", "echo": True}, "supports echo only as"),
     (RESPONSE, {"input": "Hello", "background": True}, "supports background only as"),
     (RESPONSE, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0] must have a role"),
