@@ -40,9 +40,8 @@ async def read(answers, barrier):
     async with answers.ask(REQUEST) as answer:
         barrier.release()
         found, times = [], 0
-        while answer.finished is None:
-            await answer.wait()
-            found += answer.take()[0]
+        async for tokens, _, _ in answer.parts():
+            found += tokens
             times += 1
     return found, times
 
@@ -70,6 +69,27 @@ def test_nothing_is_lost_and_a_loop_that_is_late_takes_more_at_once(clients):
     assert sum(metrics.first.counts) == clients
     assert sum(metrics.between.counts) >= sum(times for _, times in results) - clients
     assert sum(metrics.between.counts) < 1999 * clients
+
+
+@pytest.mark.parametrize("first", [(), (1,)], ids=["before the first part", "after it"])
+def test_an_answer_that_ends_while_a_client_is_slow_is_whole(first):
+    engine, rest = FakeEngine(1), Update(0, (2, 3), (-0.5, -0.25), finished="length")
+
+    async def main():
+        found = []
+        async with Answers(engine, Metrics()).ask(REQUEST) as answer:
+            engine.asked[0](Update(0, first, first) if first else rest)
+            await asyncio.sleep(0.01)
+            async for tokens, logprobs, _ in answer.parts():
+                found += zip(tokens, logprobs, strict=True)
+                if answer.finished is None:
+                    engine.asked[0](rest)
+                    while answer.finished is None:
+                        await asyncio.sleep(0)
+        return found
+
+    known = [(n, n) for n in first]
+    assert asyncio.run(main()) == [*known, (2, -0.5), (3, -0.25)]
 
 
 def test_the_loop_looks_less_often_for_many_clients(monkeypatch):

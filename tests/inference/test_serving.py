@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -41,6 +41,7 @@ from flash_frac.models import FracForCausalLM
 from flash_frac.models.export import export
 from flash_frac.models.loading import find_device
 from flash_frac.models.quantizing import is_quantized
+from tests.commands import start
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -92,34 +93,47 @@ def server(checkpoint, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "server.log"
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    command = [sys.executable, "-m", "flash_frac.cli", "serve"]
     if checkpoint.name == "copy":
-        command = [sys.executable, "-c", TRANSFORMERS, "serve"]
-        options += ["--trust-remote-code", "--continuous-batching"]
+        process = TransformersServer(checkpoint, options, tmp_path_factory.mktemp("transformers"))
     elif "sequential" in str(checkpoint):
-        options.append("--sequential")
-    # Code of checkpoints is copied there.
-    home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, str(checkpoint), *options],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=os.environ | home,
-        )
+        process = start("serve", checkpoint, *options, "--sequential")
+    else:
+        process = start("serve", checkpoint, *options)
     address = f"http://127.0.0.1:{port}"
     try:
-        wait_for(address, process, log)
+        wait_for(address, process)
         yield process, address
     finally:
         process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.join(20)
+        process.kill()
+
+
+class TransformersServer:
+    """Transformers' own server in a new process, with the interface of `start`'s."""
+
+    def __init__(self, checkpoint, options, folder):
+        self.output = folder / "server.log"
+        command = [sys.executable, "-c", TRANSFORMERS, "serve", str(checkpoint), *options]
+        with self.output.open("w") as file:
+            self._process = subprocess.Popen(
+                [*command, "--trust-remote-code", "--continuous-batching"],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                # Code of checkpoints is copied there.
+                env=os.environ | {"HF_HOME": str(folder)},
+            )
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    @property
+    def exitcode(self):
+        return self._process.poll()
+
+    def join(self, seconds):
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
 
 @pytest.fixture
@@ -132,16 +146,16 @@ def is_ours(checkpoint):
     return checkpoint.name != "copy" and "sequential" not in str(checkpoint)
 
 
-def wait_for(address, server, log):
+def wait_for(address, server):
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end and server.poll() is None:
+    while time.monotonic() < end and server.exitcode is None:
         try:
             with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
                 assert json.load(answer) == {"status": "ok"}
                 return
         except (urllib.error.URLError, TimeoutError):
             time.sleep(0.2)
-    pytest.fail(f"no server at {address}: {log.read_text()[-2000:]}")
+    pytest.fail(f"no server at {address}: {server.output.read_text()[-2000:]}")
 
 
 def post(address, body):
@@ -267,7 +281,8 @@ def test_sigterm_lets_requests_end(server, checkpoint):
         until(lambda: metric(url, "frac_requests_running") == 2)
         process.terminate()
         lengths = [answer.result(SECONDS)["usage"]["completion_tokens"] for answer in answers]
-    assert lengths == [400, 400] and process.wait(SECONDS) == 0
+    process.join(SECONDS)
+    assert lengths == [400, 400] and process.exitcode == 0
     with pytest.raises(urllib.error.URLError):
         post(f"{url}/v1/completions", body)
 
@@ -378,6 +393,32 @@ def test_streams_have_the_text_and_the_usage(client, asked):
         == expected(asked, HELLO, 8)
         == parts[-1]["response"]["output"][0]["content"][0]["text"]
     )
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_answer(client, asked):
+    """The answer ends while its first event is being sent."""
+    body = {"messages": HELLO, "max_tokens": 8, "temperature": 0, "stream": True}
+    request = {"type": "http.request", "body": json.dumps(body).encode()}
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    sent = []
+
+    async def talk():
+        messages = iter([request])
+
+        async def receive():
+            # Then the client listens, and does not leave.
+            return next(messages, None) or await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message.get("body", b"").decode())
+            await asyncio.sleep(0.3)
+
+        await client.app(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(talk(), SECONDS))
+    pieces = [json.loads(line[6:]) for line in "".join(sent).split("\n") if "delta" in line]
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert text == expected(asked, HELLO, 8)
 
 
 def test_stop_texts_end_an_answer_and_are_not_in_it(client, asked):

@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from flash_frac.inference.scheduling import Request, Update
 from flash_frac.inference.server.metrics import Metrics
 
 # Approximate cost of an event, in seconds, and the maximum fraction of time spent on events.
 SECONDS_PER_EVENT, LOOP_SHARE = 40e-6, 0.5
+
+Part: TypeAlias = tuple[list[int], list[float], list[Any]]
 
 
 class Answer:
@@ -72,7 +75,14 @@ class Answer:
         while self.finished is None:
             await self.wait()
 
-    def take(self) -> tuple[list[int], list[float], list[Any]]:
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield each new part until the end, as soon as the handler has dealt with the last one."""
+        # The answer may end while the handler sends a part; what came meanwhile is a part too.
+        while self.finished is None or self.tokens:
+            await self.wait()
+            yield self.take()
+
+    def take(self) -> Part:
         """Return the new tokens, their logprobs and the likeliest tokens."""
         new = (self.tokens, self.logprobs, self.top)
         self.tokens, self.logprobs, self.top = [], [], []

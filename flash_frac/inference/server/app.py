@@ -218,9 +218,7 @@ class _Reply(Response):
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         if opening := self.body_of.opening():
             await write(opening)
-        while answer.finished is None:
-            await answer.wait()
-            taken = answer.take()
+        async for taken in answer.parts():
             text = self.shown.add(taken[0])
             if text or (taken[1] and taken[0]):
                 await write(self.body_of.piece(text, self._logprobs(*taken)))
