@@ -9,8 +9,8 @@ import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
+from tests.commands import CONTEXT
 from tests.faults.trials import KINDS, run_trial, work_in
-from tests.train.runs import CONTEXT
 
 
 def main() -> None:

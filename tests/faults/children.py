@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tests.train.runs import CONTEXT
+from tests.commands import CONTEXT
 
 WRITES = {"open", "os.mkdir", "os.rename"}
 EVENTS = WRITES | {"os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}

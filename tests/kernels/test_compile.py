@@ -230,7 +230,11 @@ def compile_all(launches, memory=HOPPER_MEMORY):
         assert compiled.metadata.shared <= memory, launch.name
 
 
-@pytest.mark.parametrize(("dtype", "arch"), [(LOW, 80), (LOW, 90), (LOW, 100), (FULL, 90)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [(LOW, 80), (LOW, 90), (FULL, 90), pytest.param(LOW, 100, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("case", USUAL)
 def test_compiles(monkeypatch, case, dtype, arch):
     compile_all(distinct(monkeypatch, lambda: USUAL[case](dtype), arch), AMPERE_MEMORY)

@@ -27,6 +27,7 @@ from flash_frac.ops.testing import (
     random_inputs,
     relative_error,
 )
+from tests.commands import CONTEXT
 
 EXACT = 1e-12  # float64 against float64, relative: a thousand roundings
 RANKS = 4
@@ -64,7 +65,8 @@ def _process(rank, work, folder):
 
 def run_world(work, folder):
     """What work(groups) gives on each of four ranks; groups are pairs (2) and the world (4)."""
-    mp.spawn(_process, (work, str(folder)), nprocs=RANKS)
+    method = CONTEXT.get_start_method()
+    mp.start_processes(_process, (work, str(folder)), nprocs=RANKS, start_method=method)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -1,27 +1,19 @@
 """Training runs in separate processes, and the contents of their folders."""
 
 import json
-import multiprocessing
-import os
 import random
-import resource
 import socket
-import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from flash_frac.cli import main
 from flash_frac.train import run
 from flash_frac.train.monitor import LOG_NAME, read_lines
-
-# Its processes are copies of one that has all modules loaded, which takes seconds each time.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["flash_frac.cli", "flash_frac.train"])
+from tests import commands
 
 TINY = {
     "model_type": "frac",
@@ -80,18 +72,9 @@ def make_recipe(folder, text, cache, **changes):
     return path
 
 
-def start(*arguments, environment=None, file_size=resource.RLIM_INFINITY, before=None):
-    """Begin `frac train ARGUMENTS` on one thread; what it prints goes to the file process.output.
-
-    No file that it writes can be larger than `file_size` bytes. The process calls `before` first.
-    """
-    file, output = tempfile.mkstemp()
-    os.close(file)
-    arguments = (list(map(str, arguments)), environment or {}, file_size, output, before)
-    process = CONTEXT.Process(target=_train, args=arguments)
-    process.output = Path(output)
-    process.start()
-    return process
+def start(*arguments, before=None, **options):
+    """Begin `frac train ARGUMENTS`, as `commands.start` does."""
+    return commands.start("train", *arguments, before=partial(_prepare, before), **options)
 
 
 def start_together(count, *arguments, only=None, before=None):
@@ -114,18 +97,10 @@ def finish(process, timeout=300):
     assert status == 0, text
 
 
-def _train(arguments, environment, file_size, output, before):
-    file = open(output, "w", buffering=1)  # noqa: SIM115
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.RLIM_INFINITY))
-    torch.set_num_threads(1)
+def _prepare(before):
     run.draw_curves = no_curves
     if before is not None:
         before()
-    sys.argv = ["frac", "train", *arguments]
-    main()
 
 
 def await_checkpoint(folder, step):

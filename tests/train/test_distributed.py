@@ -64,7 +64,12 @@ def compare(write_recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("processes", "way"), [(2, torchrun), pytest.param(4, run, marks=pytest.mark.slow)]
+    ("processes", "way"),
+    [
+        (2, run),
+        pytest.param(2, torchrun, marks=pytest.mark.slow),
+        pytest.param(4, run, marks=pytest.mark.slow),
+    ],
 )
 def test_data_parallel(compare, processes, way):
     compare(processes, batch=4 // processes, run=way)

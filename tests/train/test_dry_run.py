@@ -83,6 +83,7 @@ def test_a_dry_run_finds_what_would_end_a_run(write_recipe, tmp_path, changes, m
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_line_of_the_page_for_several_nodes(text_folder, tmp_path):
     (line,) = re.findall(r"torchrun --nnodes 4 .*\\\n.*train frac-1.3b", PAGE)
     with socket.socket() as free:

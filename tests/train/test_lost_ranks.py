@@ -26,9 +26,16 @@ def be_impatient():
     heartbeat.SILENCE_SECONDS = 2
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["frozen", "killed"])
-def test_a_lost_rank_is_named(write_recipe, tmp_path, lost, how):
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        (signal.SIGSTOP, 1),
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_named(write_recipe, tmp_path, how, lost):
     path = write_recipe(max_steps=10_000, save_steps=10_000, eval_strategy="no")
     processes = start_together(2, path, "--ddp_timeout", TIMEOUT, before=be_impatient)
     try:
@@ -99,13 +106,13 @@ OPTIMIZER, RANDOM = (FileSystemWriter, "write_data"), (FracTrainer, "_save_rng_s
 @pytest.mark.parametrize(
     ("part", "lost", "arguments"),
     [
-        (OPTIMIZER, 0, ()),
         (RANDOM, 1, ()),
         (OPTIMIZER, 0, SHARDED),
-        (OPTIMIZER, 1, SHARDED),
-        (OPTIMIZER, 1, (*SHARDED, "--async_save", "false")),
+        pytest.param(OPTIMIZER, 0, (), marks=pytest.mark.slow),
+        pytest.param(OPTIMIZER, 1, SHARDED, marks=pytest.mark.slow),
+        pytest.param(OPTIMIZER, 1, (*SHARDED, "--async_save", "false"), marks=pytest.mark.slow),
     ],
-    ids=["writer", "other", "sharded writer", "sharded other", "sharded other, waiting"],
+    ids=["other", "sharded writer", "writer", "sharded other", "sharded other, waiting"],
 )
 def test_a_rank_killed_during_a_save(write_recipe, tmp_path, part, lost, arguments):
     path, run = write_recipe(eval_strategy="no", max_steps=10_000), tmp_path / "run"
