@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import update_wrapper
@@ -332,10 +331,6 @@ def doctor(
 
 def main() -> None:
     """Run the command; an error that the user can fix prints one line, without a traceback."""
-    # transformers imports torchao if it is installed. torchao and torch then warn about things that
-    # no command uses: extensions for other GPUs, and a call that will be deprecated.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app()
     except (ValueError, ImportError, OSError) as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -17,3 +20,21 @@ def require(module: str, extra: str, needed_by: str) -> ModuleType:
         raise ImportError(
             f"{needed_by} needs {module.split('.')[0]}: pip install 'flash-frac[{extra}]'"
         ) from error
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Silence what torchao and torch log while transformers imports torchao.
+
+    transformers does so whenever torchao is installed. Then they warn about extensions for other
+    GPUs, and about a call that will be deprecated: nothing that a user could act on.
+    """
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -216,8 +216,16 @@ def test_a_tokenizer_can_be_named(checkpoint, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
-def test_torchao_says_nothing_on_being_imported():
-    """transformers imports it for every command that loads a model."""
+@pytest.mark.slow
+def test_torchao_says_nothing_when_training_imports_it():
+    done = subprocess.run(
+        [sys.executable, "-c", "import flash_frac.train"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_torchao_says_nothing_when_models_import_it():
+    """transformers does, for every command that loads a model."""
     script = (
         "import sys; sys.argv = ['frac', 'export', 'no', 'where']; import flash_frac.cli as cli"
     )

@@ -1,22 +1,25 @@
 """Frac as Hugging Face models, registered with the Auto classes when this module is imported."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from flash_frac.extras import quiet_torchao
 
-from flash_frac.models.cache import FracCache, read_state, write_state
-from flash_frac.models.configuration import FracConfig
-from flash_frac.models.modeling import (
-    FracForCausalLM,
-    FracForSequenceClassification,
-    FracModel,
-    FracPreTrainedModel,
-)
-from flash_frac.models.regridding import regrid
+with quiet_torchao():
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from flash_frac.models.cache import FracCache, read_state, write_state
+    from flash_frac.models.configuration import FracConfig
+    from flash_frac.models.modeling import (
+        FracForCausalLM,
+        FracForSequenceClassification,
+        FracModel,
+        FracPreTrainedModel,
+    )
+    from flash_frac.models.regridding import regrid
 
 AutoConfig.register(FracConfig.model_type, FracConfig)
 AutoModel.register(FracConfig, FracModel)
