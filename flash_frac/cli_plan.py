@@ -38,7 +38,7 @@ def plan(
     from flash_frac.train.plan import check_gpu, plan_run
 
     # Before the recipe, whose settings may print warnings.
-    check_gpu(gpu)
+    check_gpu(gpu, gpu_memory)
     loaded = load_recipe(recipe, context.args, planned=gpus)
     found = plan_run(loaded, gpu_memory=gpu_memory, gpu=gpu)
     print(*found.lines(), sep="\n")

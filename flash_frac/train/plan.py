@@ -211,13 +211,15 @@ def fits(memory: Memory, gpu_memory: float) -> bool:
     return memory.peak + CONTEXT_BYTES <= USABLE * gpu_memory * GIB
 
 
-def check_gpu(gpu: str) -> None:
-    """Raise ValueError if the type of a GPU is not known.
+def check_gpu(gpu: str, memory: float | None = None) -> None:
+    """Raise ValueError if the type of a GPU is not known, or its memory in GiB is impossible.
 
-    Example: `check_gpu("H200")`
+    Example: `check_gpu("H200", 80)`
     """
     if gpu not in GPU_MEMORY:
         raise ValueError(f"gpu must be one of {', '.join(GPU_MEMORY)}, got {gpu}")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ValueError(f"gpu_memory must be a positive number of GiB, got {memory:g}")
 
 
 def plan_run(
@@ -235,7 +237,7 @@ def plan_run(
         gpu: a name in `GPU_MEMORY`, which sets the speed.
     """
     args = recipe.training
-    check_gpu(gpu)
+    check_gpu(gpu, gpu_memory)
     gpu_memory = GPU_MEMORY[gpu] if gpu_memory is None else gpu_memory
     setup, notes = setup_of(recipe, gpus or args.planned or args.world_size)
     memory = memory_of(setup)

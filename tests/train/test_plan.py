@@ -197,6 +197,10 @@ def test_the_command_takes_what_train_takes():
     assert "unknown key per_device" in frac("plan", "small", "--per_device", "1").stderr
     unknown = frac("plan", "frac-1.3b", "--gpu", "H2").stderr
     assert "gpu must be one of H200" in unknown and "fsdp" not in unknown
+    for memory in (0, -4, "nan", "inf"):
+        done = frac("plan", "frac-1.3b", "--gpu-memory", memory)
+        assert done.returncode == 1 and done.stdout == ""
+        assert "gpu_memory must be a positive number of GiB, got" in done.stderr
     shown = " ".join(frac("plan", "--help").stdout.replace("│", " ").split())
     assert all(name in shown for name in GPU_MEMORY)
 
