@@ -21,6 +21,7 @@ from flash_frac.inference.sampling import GREEDY, SamplingSettings, no_numbers
 from flash_frac.inference.slots import LONGEST_RECORDED, Sent, Slots
 from flash_frac.inference.state import check_model, empty_cache, num_real, pieces
 from flash_frac.inference.text import StopStrings
+from flash_frac.layers.checks import check_mask
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.buffers import rounded
 
@@ -244,7 +245,8 @@ def _check_prompts(ids: Tensor, mask: Tensor | None) -> Tensor | None:
         raise ValueError(
             f"attention_mask must have shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
         )
-    if not bool((mask[:, -1] != 0).all()):
+    check_mask(mask)
+    if not bool(mask[:, -1].all()):
         raise ValueError(
             "attention_mask must be 1 at the last token of every prompt; pad on the left"
         )

@@ -6,12 +6,15 @@ Letters: B batch, T time, E width, N sequences (B, or those packed in a row).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from flash_frac.layers.checks import check_mask
+from flash_frac.models.cache import FracCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.fields import nearest
 
@@ -43,12 +46,17 @@ def check_names(names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_inputs(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: FracConfig
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Cache | None,
+    config: FracConfig,
 ) -> None:
-    """Raise a ValueError unless exactly one of the two is given, is not empty and fits the model.
+    """Raise a ValueError unless the inputs fit the model and each other.
 
     Token ids are checked against the vocabulary only on a CPU: on a GPU the check would stall it.
     """
+    _check_past(cache, config)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
             "exactly one of input_ids and inputs_embeds must be given, "
@@ -65,6 +73,7 @@ def check_inputs(
         raise ValueError(f"{name} must have shape {expected}, got {tuple(inputs.shape)}")
     if inputs.numel() == 0:
         raise ValueError(f"{name} must hold at least one token, got shape {tuple(inputs.shape)}")
+    _check_positions(position_ids, *inputs.shape[:2])
     if input_ids is not None and input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"input_ids must be torch.int64 or torch.int32, got {input_ids.dtype}; use .long()"
@@ -79,10 +88,52 @@ def check_inputs(
         )
 
 
+def _check_positions(position_ids: Tensor | None, batch: int, num_tokens: int) -> None:
+    """Raise a ValueError unless there is one position for each token, of one row or of all."""
+    if position_ids is None:
+        return
+    if position_ids.shape not in ((batch, num_tokens), (1, num_tokens)):
+        raise ValueError(
+            f"position_ids must have shape ({batch} or 1, {num_tokens}), got "
+            f"{tuple(position_ids.shape)}"
+        )
+
+
+def _check_past(cache: Cache | None, config: FracConfig) -> None:
+    """Raise a ValueError unless a cache fits the layers of the model."""
+    if cache is None or torch.compiler.is_compiling():
+        return
+    remedy = "use the past_key_values that the model returned, or FracCache(model.config)"
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a FracCache, got {type(cache).__name__}; {remedy}"
+        )
+    if isinstance(cache, FracCache):
+        fits = cache.state_layers == [
+            n for n, kind in enumerate(config.layer_types) if kind == "linear_attention"
+        ] and len(cache.state_layers) + len(cache.attention_layers) == len(config.layer_types)
+    else:
+        fits = len(cache.layers) == len(config.layer_types)
+    if not fits:
+        raise ValueError(
+            f"past_key_values must have the layers of this model, got the {type(cache).__name__} "
+            f"of another; {remedy}"
+        )
+
+
 def check_labels(
-    labels: Tensor | None, input_ids: Tensor | None, inputs_embeds: Tensor | None
+    labels: Tensor | None,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    vocab_size: int,
+    of_loss: Mapping[str, Any],
 ) -> None:
-    """Raise a ValueError unless there is one label, an integer, for each token."""
+    """Raise a ValueError unless there is one label, an integer, for each token.
+
+    Like token ids, labels are checked against the vocabulary only on a CPU. `of_loss` are the
+    arguments of the loss.
+    """
+    ignore_index = of_loss.get("ignore_index", -100)
     inputs = inputs_embeds if input_ids is None else input_ids
     if labels is None or inputs is None:
         return
@@ -90,6 +141,14 @@ def check_labels(
         raise ValueError(
             f"labels must be integers of shape {tuple(inputs.shape[:2])}, like the tokens, got "
             f"{labels.dtype} of shape {tuple(labels.shape)}"
+        )
+    if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
+        return
+    low, high = (int(x) for x in labels.masked_fill(labels == ignore_index, 0).aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"labels must be in [0, {vocab_size}), the vocabulary, or {ignore_index} where there "
+            f"is nothing to predict, got labels from {low} to {high}"
         )
 
 
@@ -121,8 +180,10 @@ def local_mask(
     if not on_cpu and torch.cuda.is_current_stream_capturing():
         return mask
     # A mask on the CPU is checked there and moves asynchronously.
-    device = hidden_states.device
-    return None if bool((mask != 0).all()) else mask.to(device, non_blocking=True)
+    if bool((mask == 1).all()):
+        return None
+    check_mask(mask)
+    return mask.to(hidden_states.device, non_blocking=True)
 
 
 def wants_attentions(asked: bool | None, config: FracConfig, masks: object) -> bool:

@@ -180,7 +180,7 @@ class FracModel(FracPreTrainedModel):
                 cu_seq_lens_k or seq_idx instead of cu_seqlens, and unused ones (`inputs.UNUSED`).
         """
         check_names(kwargs, ARGUMENTS)
-        check_inputs(input_ids, inputs_embeds, self.config)
+        check_inputs(input_ids, inputs_embeds, position_ids, past_key_values, self.config)
         with_attentions = wants_attentions(output_attentions, self.config, attention_mask)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -351,8 +351,8 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
             logits (B, T, V) float32, loss, past_key_values, hidden_states. In training with labels
             and config.fuse_linear_cross_entropy, logits are None: they are never all in memory.
         """
-        check_labels(labels, input_ids, inputs_embeds)
         of_loss = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
+        check_labels(labels, input_ids, inputs_embeds, self.config.vocab_size, of_loss)
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,

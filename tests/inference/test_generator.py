@@ -215,6 +215,8 @@ def test_errors(model, ids):
         generator.prefill(ids[0])
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(3, 40\)"):
         generator.prefill(ids, ids[:, 1:])
+    with pytest.raises(ValueError, match=r"attention_mask must be 1 at tokens and 0 at padding"):
+        generator.prefill(ids, -torch.ones(ids.shape))
     with pytest.raises(ValueError, match=r"pad on the left"):
         generator.prefill(ids, torch.ones_like(ids).index_fill(1, torch.tensor([39]), 0))
     with pytest.raises(ValueError, match=r"max_new_tokens must be at least 1, got 0"):

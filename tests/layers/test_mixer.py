@@ -219,6 +219,10 @@ def test_errors_name_the_argument():
         mixer(x[..., :3])
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(2, 6\), got \(2, 5\)"):
         mixer(x, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"attention_mask must be 1 at tokens .* from -inf to 0"):
+        mixer(x, attention_mask=torch.tensor([[0.0] * 5 + [-math.inf]] * 2))
+    with pytest.raises(ValueError, match=r"elapsed must be at least 0, got nan"):
+        mixer(x, elapsed=torch.full((2, 6), math.nan))
     with pytest.raises(ValueError, match=r"elapsed must have shape \(2, 6\), got \(2,\)"):
         mixer(x, elapsed=torch.ones(2))
     with pytest.raises(ValueError, match="attention_mask and cu_seqlens cannot be combined"):

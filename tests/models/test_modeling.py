@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flash_frac.layers import TIME_PARAMETERS
 from flash_frac.models import FracCache, FracForCausalLM, FracForSequenceClassification, read_state
 from tests.models.conftest import each_backend, make_model
+from tests.models.hybrids import make_kind
 
 close = torch.testing.assert_close
 
@@ -272,6 +273,41 @@ def test_training_step_compiles_without_graph_breaks(ids):
         (
             lambda ids, e: {"inputs_embeds": e, "labels": ids.float()},
             r"labels must be integers of shape \(3, 40\), .* got torch.float32",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "labels": ids + 61},
+            r"labels must be in \[0, 61\), the vocabulary, or -100",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "labels": 0 * ids - 100, "ignore_index": -1},
+            r"or -1 where there is nothing to predict, got labels from -100 to -100",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "attention_mask": torch.full((3, 40), -1.0)},
+            r"attention_mask must be 1 at tokens and 0 at padding, got values from -1 to -1",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "position_ids": torch.arange(5)[None]},
+            r"position_ids must have shape \(3 or 1, 40\), got \(1, 5\)",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "past_key_values": ((e, e),)},
+            r"past_key_values must be a FracCache, got tuple; use the past_key_values that",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "past_key_values": DynamicCache()},
+            r"must have the layers of this model, got the DynamicCache of another",
+        ),
+        (
+            lambda ids, e: {
+                "input_ids": ids,
+                "past_key_values": FracCache(make_kind("all").config),
+            },
+            r"must have the layers of this model, got the FracCache of another",
+        ),
+        (
+            lambda ids, e: {"input_ids": ids, "elapsed": torch.full((3, 40), -2.0)},
+            r"elapsed must be at least 0, got -2",
         ),
         (
             lambda ids, e: {"input_ids": ids, "attention_mask": ids[:, :9]},
