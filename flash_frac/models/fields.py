@@ -57,7 +57,9 @@ _RANGES: tuple[tuple[str, tuple[str, ...], Callable[[Any], bool]], ...] = (
         lambda x: x >= 0,
     ),
     ("above 0", ("frac_expand", "delta_expand_v"), lambda x: x > 0),
-    ("in (0, 1)", ("rms_norm_eps", "frac_write_scale_init"), lambda x: 0 < x < 1),
+    # transformers' own tests set an epsilon of 1.
+    ("in (0, 1]", ("rms_norm_eps",), lambda x: 0 < x <= 1),
+    ("in (0, 1)", ("frac_write_scale_init",), lambda x: 0 < x < 1),
     ("in [0, 1)", ("attention_dropout",), lambda x: 0 <= x < 1),
 )
 _WORDS: dict[Any, str] = {

@@ -234,7 +234,7 @@ def test_every_number_has_a_range(name):
     "wrong",
     [
         {"rms_norm_eps": 0},
-        {"rms_norm_eps": 1.0},
+        {"rms_norm_eps": 1.5},
         {"attention_dropout": 1.0},
         {"eos_token_id": [2, -1]},
         {"vocab_size": 259, "pad_token_id": 259},
@@ -254,7 +254,7 @@ def test_a_checkpoint_with_settings_that_make_no_sense(tmp_path):
     FracForCausalLM(tiny_config()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": -1}))
-    with pytest.raises(ValueError, match=r"rms_norm_eps must be in \(0, 1\), got -1"):
+    with pytest.raises(ValueError, match=r"rms_norm_eps must be in \(0, 1\], got -1"):
         FracForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"cannot be loaded: rms_norm_eps must be"):
         load_model(tmp_path)
