@@ -250,6 +250,11 @@ def test_values_at_the_ends(wrong):
         FracConfig(**wrong)
 
 
+def test_an_epsilon_of_one_is_accepted():
+    """transformers' own tests set it, so that all of a norm's output depends on it."""
+    assert FracConfig(rms_norm_eps=1.0).rms_norm_eps == 1
+
+
 def test_a_checkpoint_with_settings_that_make_no_sense(tmp_path):
     FracForCausalLM(tiny_config()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
