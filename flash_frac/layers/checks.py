@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from flash_frac.layers.mixer import FracMixer
 
 
+def can_be_read(x: Tensor) -> bool:
+    """Whether a tensor's values can be checked at once: it is on a CPU, has data, and is no trace.
+
+    Tensors without data, as of FakeTensorMode, are of a subclass.
+    """
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_mask(mask: Tensor) -> None:
     """Raise a ValueError unless a mask is 1 at tokens and 0 at padding; on a GPU, wait for it.
 
     A mask to be added to scores, 0 at tokens and negative at padding, would mean the opposite.
     """
-    if torch.compiler.is_compiling() or not mask.numel():
-        return
-    if not bool(((mask == 0) | (mask == 1)).all()):
+    if mask.numel() and not bool(((mask == 0) | (mask == 1)).all()):
         low, high = (float(x) for x in mask.aminmax())
         raise ValueError(
             "attention_mask must be 1 at tokens and 0 at padding, got values from "
             f"{low:g} to {high:g}"
         )
-
-
-def check_elapsed(elapsed: Tensor) -> None:
-    """Raise a ValueError if a time is negative or NaN."""
-    if not torch.compiler.is_compiling() and not bool((elapsed >= 0).all()):
-        raise ValueError(f"elapsed must be at least 0, got {float(elapsed.amin()):g}")
 
 
 def check_inputs(
@@ -70,14 +70,14 @@ def check_inputs(
             f"attention_mask must have shape {tuple(x.shape[:2])}, "
             f"got {tuple(attention_mask.shape)}"
         )
-    if attention_mask is not None and attention_mask.device.type == "cpu":
+    if attention_mask is not None and can_be_read(attention_mask):
         check_mask(attention_mask)
     if elapsed is not None and elapsed.shape != x.shape[:2]:
         raise ValueError(
             f"elapsed must have shape {tuple(x.shape[:2])}, got {tuple(elapsed.shape)}"
         )
-    if elapsed is not None and elapsed.device.type == "cpu":
-        check_elapsed(elapsed)
+    if elapsed is not None and can_be_read(elapsed) and not bool((elapsed >= 0).all()):
+        raise ValueError(f"elapsed must be at least 0, got {float(elapsed.amin()):g}")
     if mixer.context_group is not None and attention_mask is not None:
         raise ValueError(
             "attention_mask must be None with a context_group; leave the mask out and pad the "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from flash_frac.layers.checks import check_mask
+from flash_frac.layers.checks import can_be_read, check_mask
 from flash_frac.models.cache import FracCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.fields import nearest
@@ -78,7 +78,7 @@ def check_inputs(
         raise ValueError(
             f"input_ids must be torch.int64 or torch.int32, got {input_ids.dtype}; use .long()"
         )
-    if input_ids is None or input_ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if input_ids is None or not can_be_read(input_ids):
         return
     low, high = (int(x) for x in input_ids.aminmax())
     if low < 0 or high >= config.vocab_size:
@@ -142,7 +142,7 @@ def check_labels(
             f"labels must be integers of shape {tuple(inputs.shape[:2])}, like the tokens, got "
             f"{labels.dtype} of shape {tuple(labels.shape)}"
         )
-    if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
+    if not (can_be_read(labels) and labels.numel()):
         return
     low, high = (int(x) for x in labels.masked_fill(labels == ignore_index, 0).aminmax())
     if low < 0 or high >= vocab_size:
