@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def can_be_read(x: Tensor) -> bool:
-    """Whether a tensor's values can be checked at once: it is on a CPU, has data, and is no trace.
+    """Whether checking a tensor's values stalls nothing: it is on a CPU and is not being traced.
 
-    Tensors without data, as of FakeTensorMode, are of a subclass.
+    Tensors of subclasses may have no values, such as those of FakeTensorMode.
     """
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_mask(mask: Tensor) -> None:
-    """Raise a ValueError unless a mask is 1 at tokens and 0 at padding; on a GPU, wait for it.
+    """Raise a ValueError unless a mask is 1 at tokens and 0 at padding; this waits for a GPU.
 
-    A mask to be added to scores, 0 at tokens and negative at padding, would mean the opposite.
+    A mask that is added to scores, 0 at tokens and negative at padding, means the opposite.
     """
     if mask.numel() and not bool(((mask == 0) | (mask == 1)).all()):
         low, high = (float(x) for x in mask.aminmax())

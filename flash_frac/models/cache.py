@@ -34,6 +34,7 @@ class FracCache(DynamicCache):
         num_tokens: tokens seen, including padding.
         real: (B, num_held) for a model with attention, False at padding; None without padding.
         before: (B,), number of earlier real tokens, not in `real`; None if all earlier ones were.
+        layer_types: kinds of all layers, as in the configuration.
         state_layers, attention_layers, sliding_layers: indices of layers with a fixed-size state
             (frac, delta), of layers with keys and values, and of the sliding ones among these.
         is_never_seen: whether `generate` created it only for itself and need not fill it.
@@ -46,7 +47,8 @@ class FracCache(DynamicCache):
         self.num_tokens = 0
         self.real: Tensor | None = None
         self.before: Tensor | None = None
-        kinds = list(enumerate(config.layer_types))  # pyright: ignore[reportAttributeAccessIssue]
+        self.layer_types = list(config.layer_types)  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = list(enumerate(self.layer_types))
         self.state_layers = [n for n, kind in kinds if kind == "linear_attention"]
         self.attention_layers = [n for n, kind in kinds if kind != "linear_attention"]
         self.sliding_layers = [n for n, kind in kinds if kind == "sliding_attention"]

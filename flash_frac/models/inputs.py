@@ -94,7 +94,7 @@ def _check_positions(position_ids: Tensor | None, batch: int, num_tokens: int) -
         return
     if position_ids.shape not in ((batch, num_tokens), (1, num_tokens)):
         raise ValueError(
-            f"position_ids must have shape ({batch} or 1, {num_tokens}), got "
+            f"position_ids must have shape (B or 1, T) with B = {batch} and T = {num_tokens}, got "
             f"{tuple(position_ids.shape)}"
         )
 
@@ -109,15 +109,13 @@ def _check_past(cache: Cache | None, config: FracConfig) -> None:
             f"past_key_values must be a FracCache, got {type(cache).__name__}; {remedy}"
         )
     if isinstance(cache, FracCache):
-        fits = cache.state_layers == [
-            n for n, kind in enumerate(config.layer_types) if kind == "linear_attention"
-        ] and len(cache.state_layers) + len(cache.attention_layers) == len(config.layer_types)
+        fits = cache.layer_types == list(config.layer_types)
     else:
         fits = len(cache.layers) == len(config.layer_types)
     if not fits:
         raise ValueError(
-            f"past_key_values must have the layers of this model, got the {type(cache).__name__} "
-            f"of another; {remedy}"
+            f"past_key_values must have the layers of this model, got a {type(cache).__name__} "
+            f"with others; {remedy}"
         )
 
 

@@ -13,7 +13,8 @@ from flash_frac.inference import Engine, PrefixStates, QueueFull
 from flash_frac.inference.sampling import GREEDY
 from flash_frac.inference.scheduling import Job
 from tests.inference.engines import expected, make, random_requests
-from tests.inference.test_serving import TEXT, letters_tokenizer
+from tests.inference.servers import letters_tokenizer
+from tests.inference.test_server_app import TEXT
 
 MIB = 2**20
 

@@ -98,3 +98,15 @@ def test_saving_over_a_checkpoint_drops_its_list(tmp_path):
     write_manifest(tmp_path)
     make_model().save_pretrained(tmp_path)
     assert MANIFEST not in files_of(tmp_path)
+
+
+def test_exporting_names_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint must be a folder with a config\.json"):
+        export(tmp_path, tmp_path / "new")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="must be of a Frac model, got model_type 'llama'"):
+        export(tmp_path, tmp_path / "new")
+    (tmp_path / "config.json").write_text('{"model_type": "frac"}')
+    with pytest.raises(ValueError, match="folder must not exist yet"):
+        export(tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -222,6 +222,13 @@ def test_gradient_checkpointing_changes_nothing(ids, kind):
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
+def test_the_cache_of_full_attention_does_not_fit_a_sliding_one(ids):
+    """Both have attention at the same layers."""
+    full, sliding = make_kind("no positions"), make_kind("sliding")
+    with pytest.raises(ValueError, match="must have the layers of this model, got a FracCache"):
+        sliding(ids, past_key_values=FracCache(full.config))
+
+
 def test_gradients_through_a_cache(model, ids):
     weight = model.model.layers[1].self_attn.k_proj.weight
     whole = torch.autograd.grad(model(ids).logits[:, 20:].sum(), weight)[0]

@@ -288,7 +288,7 @@ def test_training_step_compiles_without_graph_breaks(ids):
         ),
         (
             lambda ids, e: {"input_ids": ids, "position_ids": torch.arange(5)[None]},
-            r"position_ids must have shape \(3 or 1, 40\), got \(1, 5\)",
+            r"position_ids must have shape .* B = 3 and T = 40, got \(1, 5\)",
         ),
         (
             lambda ids, e: {"input_ids": ids, "past_key_values": ((e, e),)},
@@ -296,14 +296,14 @@ def test_training_step_compiles_without_graph_breaks(ids):
         ),
         (
             lambda ids, e: {"input_ids": ids, "past_key_values": DynamicCache()},
-            r"must have the layers of this model, got the DynamicCache of another",
+            r"must have the layers of this model, got a DynamicCache with others",
         ),
         (
             lambda ids, e: {
                 "input_ids": ids,
                 "past_key_values": FracCache(make_kind("all").config),
             },
-            r"must have the layers of this model, got the FracCache of another",
+            r"must have the layers of this model, got a FracCache with others",
         ),
         (
             lambda ids, e: {"input_ids": ids, "elapsed": torch.full((3, 40), -2.0)},
