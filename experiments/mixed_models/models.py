@@ -104,6 +104,7 @@ DESIGNS = MAIN | {
     "frac_attention_nope_first": _nope("3 attention at 0, 1, 2", (0, 1, 2)),
     "frac_attention_nope_last": _nope("3 attention at 7, 8, 9", (7, 8, 9)),
     "frac_attention_nope_growing": _nope("3 attention of growing window", (2, 5, 8), grows=True),
+    "frac_attention_nope_1_growing": _nope("1 attention of growing window", (5,), grows=True),
     "frac_attention_nope_scaled": _nope(
         "3 attention scaled by log length", (2, 5, 8), attention_temperature_length=SCALED_FROM
     ),

@@ -12,18 +12,19 @@ from experiments.long_documents.summary import Runs, asked_runs
 from experiments.mixed_models.run import HERE
 from experiments.mixed_models.summary import in_order, label
 from experiments.style import COLOURS as MODELS
-from experiments.style import curve, figure_legend, mark_guessing, mark_lengths
-from flash_frac.drawing import GREY, OTHER, OURS, PALE, figure_at
+from experiments.style import SEVENTH, SIXTH, curve, figure_legend, mark_guessing, mark_lengths
+from flash_frac.drawing import OTHER, OURS, PALE, figure_at
 
 COLOURS = {
     "frac_attention": PALE,
     "frac_attention_nope": OURS,
     "frac_attention_nope_temperature_0.12": OURS,
+    "frac_attention_nope_growing_temperature_0.12": SEVENTH,
+    "frac_attention_nope_1": SIXTH,
     "delta_attention": OTHER,
     "frac_delta": MODELS["frac_delta"],
     "delta": MODELS["gated_deltanet"],
     "attention": MODELS["qwen3"],
-    "frac_mlp": GREY,
 }
 """Colours of the plotted models; the others are only in the tables."""
 # Upper limit of the plot over the lowest perplexity: attention's grows without bound beyond 4K.
@@ -35,10 +36,16 @@ def is_dashed(name: str) -> bool:
     return "_temperature_" in name
 
 
+def entry(name: str, runs: Runs) -> str:
+    """A model's name in the legend, with its number of seeds."""
+    # Long lines would leave no room for the panels.
+    return f"{label(name)} ({runs.shown_seeds})".replace("no positions, ", "no positions,\n")
+
+
 def draw_perplexity(axes: Any, found: Mapping[str, Runs]) -> None:
     values = {name: runs.values("perplexity", "perplexity") for name, runs in found.items()}
     for name, by_length in values.items():
-        shown = f"{label(name)} ({found[name].shown_seeds})"
+        shown = entry(name, found[name])
         curve(axes, by_length, colour=COLOURS[name], label=shown, dashed=is_dashed(name))
     lowest = min(min(each) for by_length in values.values() for each in by_length.values())
     top = min(axes.get_ylim()[1], HIGHEST * lowest)
@@ -50,7 +57,7 @@ def draw_recall(axes: Any, found: Mapping[str, Runs]) -> None:
     for name, runs in found.items():
         recalled = runs.values("recall", "accuracy")
         percent = {distance: [100 * v for v in recalled[distance]] for distance in recalled}
-        shown = f"{label(name)} ({runs.shown_seeds})"
+        shown = entry(name, runs)
         curve(axes, percent, colour=COLOURS[name], label=shown, dashed=is_dashed(name))
     mark_guessing(axes, 10)
     axes.set(

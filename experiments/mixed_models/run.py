@@ -91,11 +91,16 @@ def check_checkpoints(folders: Sequence[Path], *, warm: bool) -> None:
                 f"--measure-only must name checkpoints of --save, got {folder}, which has no "
                 f"{study.FACTS}"
             )
-        kinds = FracConfig.from_pretrained(folder).mixer_types
-        if warm and "attention" not in (kinds or ()):
+        config = FracConfig.from_pretrained(folder)
+        if warm and "attention" not in (config.mixer_types or ()):
             raise SystemExit(
                 f"--measure-only {folder} has no full attention, whose temperature --slopes "
                 "changes; leave it out, or give --slopes no value"
+            )
+        if warm and config.attention_temperature_length is not None:
+            raise SystemExit(
+                f"--measure-only {folder} was trained with a temperature, which --slopes would "
+                "replace; leave it out, or give --slopes no value"
             )
 
 

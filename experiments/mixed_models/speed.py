@@ -30,9 +30,11 @@ from flash_frac.models import FracCache, FracConfig, FracForCausalLM
 
 KEY = ("model", "measurement", "length", "batch_size")
 COLUMNS = (*KEY, "value", "unit", "commit", "machine", "torch")
-# Designs that differ from frac_attention_nope in where attention is, how it is trained, or a factor
-# of its queries: neither their speed nor their size differs.
-ALIKE = {f"frac_attention_nope_{name}" for name in ("first", "last", "growing", "scaled")}
+# Designs that differ from another in where attention is, how it is trained, or a factor of its
+# queries: neither their speed nor their size differs.
+ALIKE = {
+    f"frac_attention_nope_{name}" for name in ("first", "last", "growing", "1_growing", "scaled")
+}
 # Tokens that a model reads before its size is measured.
 _READ = 64
 # Untimed steps and tokens, in which kernels are compiled and graphs captured.

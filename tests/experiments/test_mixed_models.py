@@ -232,6 +232,11 @@ def test_checkpoints_are_checked_before_any_is_measured(smoke, tmp_path, monkeyp
         run.main([*start, bad])
     with pytest.raises(SystemExit, match=r"--measure-only must name checkpoints of --save"):
         run.main([*start, str(smoke)])
+    scaled = tmp_path / "scaled"
+    tiny("frac_attention_nope_scaled").model.save_pretrained(scaled)
+    study.write_facts(scaled, {})
+    with pytest.raises(SystemExit, match=r"trained with a temperature, which --slopes would"):
+        run.main([*start, str(scaled)])
 
 
 def test_speed_and_bytes(tmp_path, monkeypatch):
