@@ -10,6 +10,8 @@ Random weights in bfloat16; on a CPU float32, tiny sizes and no graphs, to test 
     train    forward and backward with labels, no optimizer: 8 x 4096 tokens
     growth   ours only: prompts of 16K to 1M tokens in pieces, and how far the time is from linear
     small    forward and forward+backward of a model of width 256, each of our backends
+    plans    only on request, ours only: steps by the default of `flash_frac/ops/decode/plan.py`
+             and by plans that may be faster, 16 tokens in a graph
 Training, prefill and decoding of a small model are first checked against float64, and inference
 once more with each kind of --quantize. Rows go to <gpu>.csv; last comes the paper's table. Rows of
 --profile, the kernels of our model and the time in which none runs, go to profile/<gpu>.csv.
@@ -32,6 +34,7 @@ commit only. Minutes are estimates for an H200 that compiles all kernels first (
     $MODEL --parts decode --only graph --batches 1 2 4 8 --quantize int8 fp8 --no-peers  # 5
     $MODEL --profile --lengths 1024 4096 16384 65536 --batches 1 8 64 256              # 5
     $MODEL --profile --parts decode --batches 1 8 --quantize int8                      # 3
+    $MODEL --parts plans --batches 1 2 4 8 16 32 64 --prompt 64 --no-peers             # 4
     python benchmarks/perplexity.py CHECKPOINT TOKENS                                  # 2
 On a machine that stays up, compiled kernels are kept, and the calls after the first take less.
 """
@@ -45,9 +48,10 @@ from pathlib import Path
 
 import torch
 
-from flash_frac.bench.models import PARTS, measure_models
+from flash_frac.bench.models import measure_models
 from flash_frac.bench.parts import default_sizes
 from flash_frac.bench.peers import MODEL_PEERS
+from flash_frac.bench.plans import MEASURED, USUAL
 from flash_frac.bench.profiling import PROFILE_COLUMNS, PROFILED, print_profile
 from flash_frac.bench.rows import add_options, row_keeper
 from flash_frac.bench.table import is_papers, paper_table
@@ -61,7 +65,7 @@ from flash_frac.recipes import find_config
 def main(arguments: Sequence[str] | None = None) -> None:
     typed = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "small"], default=[*PARTS, "small"])
+    parser.add_argument("--parts", nargs="+", choices=[*USUAL, "plans"], default=USUAL)
     parser.add_argument("--config", type=Path, help="config.json of the model; default 1.3B")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of prefill and forward")
     parser.add_argument("--prompt", type=int, help="tokens before the decoded ones")
@@ -83,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.config or find_config("frac-1.3b") / "config.json"
     config = FracConfig.from_json_file(path)
     chosen = {name: getattr(options, name) for name in ("parts", "quantize", "modes")}
-    chosen |= {"table": PROFILED if options.profile else PARTS, "failures": failures}
+    chosen |= {"table": PROFILED if options.profile else MEASURED, "failures": failures}
     chosen["peers"] = [] if options.no_peers or options.profile else options.peers
     given = {"decode_batches": options.batches, "policies": options.policies, "only": options.only}
     given |= dict.fromkeys(("prefill", "forward"), options.lengths)

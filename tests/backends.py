@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 from flash_frac.ops import BACKENDS
@@ -22,3 +23,8 @@ def backends_here(dtype=None):
     """Names of the backends that can run here; with a dtype, of those that are tested in it."""
     found = {name: dtype_of(name) for name in BACKENDS}
     return [name for name, d in found.items() if d is not None and dtype in (None, d)]
+
+
+def repeat(value):
+    """A parameter that the interpreter leaves to `make test-slow`; a GPU always tests it."""
+    return pytest.param(value, marks=[pytest.mark.slow] if INTERPRETED else [])

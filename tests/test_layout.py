@@ -80,8 +80,8 @@ OPERATORS = {
 FLOORS = [
     {"arithmetic", "reference", "levels", "passes", "chunk"},
     {"backends"},
-    {"tuning", "plan", "kernels", "mix", "walk"},
-    {"triton", "step"},
+    {"tuning", "plan", "kernels", "mix", "walk", "gemv", "product"},
+    {"triton", "step", "linear", "fused"},
     {"api"},
     {"context_parallel", "testing"},
     {"autotune", "__init__"},

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from flash_frac.layers.base import RecurrentMixer
-from flash_frac.layers.branches import in_branches
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import GatedRMSNorm, ModeRMSNorm, RMSNorm
-from flash_frac.layers.plain import is_watched, linear, runs_directly
+from flash_frac.layers.plain import is_watched, runs_directly
 from flash_frac.layers.sizes import (
     FRAC_EXPAND,
     NUM_MODES,
@@ -353,34 +352,10 @@ class FracMixer(RecurrentMixer):
     ) -> Tensor:
         """x + mixer(norm(x)) for one token (B, 1, E); `state` becomes the next state.
 
-        Decoding is limited by kernel launches and weight reads, not arithmetic: this takes six
+        Decoding is limited by kernel launches and weight reads, not arithmetic: this takes few
         kernels per block and reads each weight once. The general form is `forward`.
         """
-        from flash_frac.ops.decode.triton import fused_control_step, fused_conv_step
+        from flash_frac.layers.step import step
 
-        hidden = x[:, 0]
         mask = None if attention_mask is None else attention_mask[:, 0]
-        inner_x, gate = linear(hidden, self.in_proj, norm).chunk(2, -1)
-        conv = self.conv1d
-
-        def convolve() -> tuple[Tensor, Tensor]:
-            u = fused_conv_step(inner_x, conv.weight, conv.bias, state.conv, mask=mask)
-            return u, self.norm_logits(linear(u, self.rw_proj))
-
-        (u, rw_logits), dyn_logits = in_branches(convolve, lambda: linear(inner_x, self.dyn_proj))
-        gated = fused_control_step(
-            u.unflatten(-1, (self.num_heads, -1)),
-            dyn_logits,
-            rw_logits,
-            self.dt_bias,
-            self.read_residual_logit,
-            self.write_residual_scale,
-            self.base_log_tau,
-            state.recurrent,
-            settings=self.settings,
-            gate=gate,
-            gate_bias=self.out_norm.gate_bias,
-            skip=self.D,
-            mask=mask,
-        )
-        return linear(gated.flatten(1), self.out_proj, self.out_norm, hidden)[:, None]
+        return step(self, x[:, 0], norm, state, mask)[:, None]

@@ -176,7 +176,7 @@ def linear(
     x: Tensor, layer: nn.Linear, norm: RMSNorm | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """residual + layer(norm(x)) of vectors (B, E), without gradients."""
-    from flash_frac.ops.decode.triton import norm_linear
+    from flash_frac.ops.decode.linear import norm_linear
 
     norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     weight = stored(layer.weight)
@@ -215,7 +215,7 @@ def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 def linears(x: Tensor, layers: Sequence[nn.Linear], norm: RMSNorm) -> list[Tensor]:
     """layer(norm(x)) of vectors (B, E) for each of the layers, without gradients."""
-    from flash_frac.ops.decode.triton import MOST_VECTORS
+    from flash_frac.ops.decode.plan import MOST_VECTORS
     from flash_frac.ops.norm.triton import triton_norm
 
     # Every kernel that reads a few vectors norms them itself, which saves a launch.

@@ -8,7 +8,7 @@ import pytest
 import stream
 import torch
 
-from flash_frac.bench import models, parts, peers, table
+from flash_frac.bench import models, parts, peers, plans, table
 from flash_frac.bench.models import PARTS
 from flash_frac.bench.parts import CPU_SIZES, describe_steps, step_times
 from flash_frac.bench.profiling import (
@@ -33,6 +33,7 @@ from flash_frac.bench.table import (
 from flash_frac.layers import mixer
 from flash_frac.layers.plain import stored
 from flash_frac.models import FracConfig
+from flash_frac.ops.decode.plan import DEFAULT, PLANS, step_plan
 from flash_frac.recipes import find_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sizes would be a GPU's")
@@ -214,6 +215,38 @@ def test_quantised_weights_beside_ours(run):
         run(model, "--quantize", "int3")
 
 
+def test_plans_of_steps(run, monkeypatch, capsys):
+    """Each is in force while it is checked and recorded, and one that is wrong is not timed."""
+    found = []
+
+    def check(device, backend, dtype):
+        found.append(step_plan(torch.device(device)))
+        if len(found) == 2:
+            raise ValueError("decoding is wrong by 1.0e-01: not timed")
+        return 1e-7
+
+    monkeypatch.setattr(plans, "check_inference", check)
+    with pytest.raises(SystemExit, match="our own code failed"):
+        run(model, "--parts", "plans", "--batches", "1", "2")
+    names = [*plans.plans_to_try()]
+    assert found == [*plans.plans_to_try().values()] and found[0] == DEFAULT
+    assert_complete(run.rows, lambda row: int(row["B"]))
+    timed = [name for name in names if name != names[1]]
+    ours = [row["implementation"].partition(" (")[2].rstrip(")") for row in run.rows]
+    assert ours == 2 * timed and {row["pass"] for row in run.rows} == {"step"}
+    assert f"({names[1]}): ValueError: decoding is wrong" in capsys.readouterr().out
+
+
+def test_a_plan_is_in_force_for_a_while():
+    first, second = [*plans.plans_to_try().values()][1:3]
+    device = torch.device("cpu")
+    with plans.using("cpu", first):
+        with plans.using("cpu", second):
+            assert step_plan(device) == second
+        assert step_plan(device) == first
+    assert step_plan(device) == DEFAULT and device.type not in PLANS
+
+
 def test_streams(run):
     rows = run(stream)
     assert [row["pass"] for row in rows] == ["save", "load", "stream"]
@@ -226,7 +259,7 @@ def test_our_own_failure_is_seen_but_not_the_end(run, monkeypatch):
         models.attempt(subject.label("eager"), lambda: 1 / 0, failures)
         return []
 
-    monkeypatch.setitem(models.PARTS, "prefill", broken)
+    monkeypatch.setitem(plans.MEASURED, "prefill", broken)
     with pytest.raises(SystemExit, match=r"flash_frac .* \(eager\): ZeroDivisionError"):
         run(model, "--parts", "prefill", "train", "--no-peers")
     assert [row["pass"] for row in run.rows] == ["train"]

@@ -11,6 +11,7 @@ from flash_frac.bench.serve import SERVE_COLUMNS, SMOKE, Words, make_row, measur
 from flash_frac.bench.servers import words_tokenizer
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path):
     """Two real servers, without and with prefix states, and clients in other processes."""
     pytest.importorskip("uvicorn", reason="pip install 'flash-frac[serve]'")

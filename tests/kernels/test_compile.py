@@ -8,6 +8,7 @@ heads of 64 channels, because larger kernels take longer to compile.
 import importlib
 import pkgutil
 import random
+import re
 from functools import partial
 
 import pytest
@@ -20,12 +21,9 @@ from flash_frac.ops.arithmetic import INTERPRETED
 from flash_frac.ops.attention.triton import attend_step_op
 from flash_frac.ops.control.triton import control_backward_op, control_op, kernel_settings
 from flash_frac.ops.conv.triton import conv_backward_op, conv_op, masked_conv_op
-from flash_frac.ops.decode.triton import (
-    control_step_op,
-    conv_step_op,
-    norm_linear_op,
-    norm_swiglu_op,
-)
+from flash_frac.ops.decode.fused import output_step_op, pair_step_op, projection_step_op
+from flash_frac.ops.decode.linear import norm_linear_op, norm_swiglu_op
+from flash_frac.ops.decode.triton import control_step_op, conv_step_op, empty_squares
 from flash_frac.ops.delta import plan as delta_plan
 from flash_frac.ops.delta.step import delta_step_op, fused_delta_step_op
 from flash_frac.ops.delta.triton import delta_backward_op, delta_op
@@ -159,13 +157,39 @@ def decode(dtype, settings=None, *, taps=4, modes=M, channels=D, own_tau=False):
     gating = (None, 0.0, None) if rest else (gate, 0.5, empty(H, channels))
     state = empty(2, H, modes, channels)
     u = u.unflatten(-1, (H, channels))
-    control_step_op.kernel(u, *inputs, state, mask, *gating, *kernel_settings(settings))
+    norm = (None, None, False)
+    control_step_op.kernel(u, *inputs, state, mask, *gating, *norm, *kernel_settings(settings))
     num_outputs, size = (48, inner + 1) if rest else (2048, inner)
     x, weight = empty(2, size, dtype=dtype), empty(num_outputs, size, dtype=dtype)
     residual = empty(2, num_outputs, dtype=dtype)
     parts = (None, empty(size), 1e-6, None) if rest else (empty(num_outputs), None, 0.0, residual)
     norm_linear_op.kernel(x, weight, None, *parts)
     norm_swiglu_op.kernel(x, weight, weight, None, None, empty(size), 1e-6)
+
+
+def fused(dtype, kind="product", *, num=64, early=False, size=2048, channels=D):
+    """A step of the 1.3B model whose linear layers are fused."""
+    product, settings, inner = kind == "product", ControlSettings(), H * channels
+    conv = (empty(inner, 1, 4, dtype=dtype), empty(inner, dtype=dtype))
+    window, norm = empty(num, inner, 3, dtype=dtype), empty(size, dtype=dtype)
+    x, weight = empty(num, size, dtype=dtype), empty(2 * inner, size, dtype=dtype)
+    given = (x, weight, None, norm, 1e-6, *conv, window, None)
+    y, u = projection_step_op.kernel(*given, kind, early)
+    inner_x, gate = y.chunk(2, -1)
+    weights = [empty(n, inner, dtype=dtype) for n in (2 * H * M, 3 * H)]
+    others = (inner_x, weights[1], None, empty(3 * H, dtype=dtype))
+    rw, dyn = pair_step_op.kernel(u, weights[0], None, *others, kind, early)
+    times = (empty(H), empty(1), empty(1), empty(M), empty(num, H, M, channels), None)
+    norm = empty(inner, dtype=dtype)
+    squares = empty_squares(u, H) if product else None
+    rest = (gate, 0.5, empty(H, channels), norm if product else None, squares, early)
+    u = u.unflatten(-1, (H, channels))
+    z = control_step_op.kernel(u, dyn, rw, *times, *rest, *kernel_settings(settings)).flatten(1)
+    weight = empty(size, inner, dtype=dtype)
+    if product:
+        output_step_op.kernel(z, weight, x, squares, 1e-6, early)
+    else:
+        norm_linear_op.kernel(z, weight, None, None, norm, 1e-6, x, early)
 
 
 def quantised(dtype, kind=torch.int8, *, num_outputs=2048, size=H * D):
@@ -196,6 +220,7 @@ def loss(dtype, *, vocabulary=32000):
 USUAL = {"scan": scan, "step": step, "controls": controls, "conv": conv, "norms": norms}
 USUAL |= {"swiglu": swiglu, "decode": decode, "delta": delta, "delta decode": delta_decode}
 USUAL |= {"attend": attend, "sample": sample, "loss": loss, "quantised": quantised}
+USUAL |= {"fused": fused, "fused, one vector": lambda dtype: fused(dtype, "gemv", num=1)}
 OTHER = {
     "scan": lambda dtype: scan(dtype, packed=True, modes=5, channels=40),
     "controls": lambda dtype: controls(dtype, REST, modes=31),
@@ -214,6 +239,7 @@ OTHER = {
     "attend": lambda dtype: attend(dtype, heads=3, key_heads=3, columns=7, channels=200),
     "sample": lambda dtype: sample(dtype, vocabulary=33),
     "loss": lambda dtype: loss(dtype, vocabulary=50),
+    "fused": lambda dtype: fused(dtype, num=9, size=200, channels=3),
 }
 
 
@@ -232,7 +258,7 @@ def compile_all(launches, memory=HOPPER_MEMORY):
 
 @pytest.mark.parametrize(
     ("dtype", "arch"),
-    [(LOW, 80), (LOW, 90), (FULL, 90), pytest.param(LOW, 100, marks=pytest.mark.slow)],
+    [(LOW, 80), (LOW, 90), (FULL, 90), (LOW, 100)],
     ids=str,
 )
 @pytest.mark.parametrize("case", USUAL)
@@ -244,6 +270,24 @@ def test_compiles(monkeypatch, case, dtype, arch):
 def test_weights_of_8_bit_floats_compile_where_the_card_has_them(monkeypatch, dtype, arch):
     function = partial(quantised, dtype, torch.float8_e4m3fn)
     compile_all(distinct(monkeypatch, function, arch), AMPERE_MEMORY)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("kind", "num"), [("gemv", 1), ("product", 8), ("product", 64)])
+def test_early_kernels_read_weights_before_they_wait(monkeypatch, kind, num, arch):
+    """Each waits once for the previous kernel, then lets the next one start."""
+    launches = distinct(monkeypatch, lambda: fused(LOW, kind, num=num, early=True), arch)
+    assert len(launches) == (5 if num > 16 else 4)
+    for launch in launches:
+        compiled = launch.compile()
+        assert compiled.metadata.launch_pdl, launch.name
+        first, *rest = re.split(r"griddepcontrol\.wait", compiled.asm["ptx"])
+        # The kernel of two layers has the code of both.
+        assert 1 <= len(rest) <= 2, launch.name
+        assert all("griddepcontrol.launch_dependents" in part for part in rest), launch.name
+        assert "st.global" not in first, launch.name
+        fetched = "cp.async.bulk.prefetch.L2" if launch.name == "product_kernel" else "ld.global"
+        assert fetched in first or launch.name == "join_kernel", launch.name
 
 
 @pytest.mark.parametrize("case", OTHER)

@@ -202,7 +202,8 @@ def test_operators_are_registered_well(masked):
     torch.library.opcheck(conv_step_op.registered, (*conv, mask))
     inputs = token(settings, batch=3, heads=2, modes=3, channels=5)
     gate = (normal(3, 20)[:, :10], 0.5, normal(2, 5)) if masked else (None, 0.0, None)
-    arguments = (*inputs, mask, *gate, *kernel_settings(settings))
+    norm = (None, None, False)
+    arguments = (*inputs, mask, *gate, *norm, *kernel_settings(settings))
     torch.library.opcheck(control_step_op.registered, arguments)
 
 

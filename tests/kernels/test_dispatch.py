@@ -29,15 +29,13 @@ from flash_frac.ops import (
 )
 from flash_frac.ops.attention.triton import attend_step
 from flash_frac.ops.backends import Operator
-from flash_frac.ops.decode.triton import (
-    fused_control_step,
-    fused_conv_step,
-    fused_norm_linear,
-    fused_norm_swiglu,
-)
+from flash_frac.ops.decode.fused import output_step, pair_step, projection_step
+from flash_frac.ops.decode.linear import fused_norm_linear, fused_norm_swiglu
+from flash_frac.ops.decode.triton import fused_control_step, fused_conv_step
 from flash_frac.ops.delta.triton import fused_delta_step
 from flash_frac.ops.sample.reference import WIDTH
 from flash_frac.ops.testing import random_inputs
+from tests.backends import repeat
 from tests.errors import with_gradients
 from tests.kernels.devices import DEVICE
 from tests.kernels.launches import watch
@@ -84,8 +82,12 @@ def run_all():
         dyn, rw, *shared = logits
         fused_control_step(u, dyn[:, 0], rw[:, 0], *shared, state, settings=settings)
         matrix = normal(5, H * D)
-        fused_norm_linear(gate[:, 0], matrix)
-        fused_norm_swiglu(gate[:, 0], matrix, matrix, weight, 1e-6)
+        x, window = gate[:, 0], normal(B, H * D, 3)
+        projection_step(x, normal(7, H * D), weight, 1e-6, *conv, window, kind="gemv")
+        pair_step(x, matrix, x, matrix, None, kind="gemv")
+        output_step(x, matrix, normal(B, 5), 1e-6, squares=normal(B, H).square())
+        fused_norm_linear(x, matrix)
+        fused_norm_swiglu(x, matrix, matrix, weight, 1e-6)
         keys = normal(B, H, 5, D)
         attend_step(u, keys, keys, torch.tensor([2], device=DEVICE), 1.0)
         table = torch.zeros(B, WIDTH, dtype=torch.int32, device=DEVICE)
@@ -220,18 +222,18 @@ def test_checkpoints(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mixers", "fields"),
+    "fields",
     [
         # Not as wide as the logits of read and write are.
-        (["frac"], {"hidden_size": 24}),
-        (["frac", "delta"], {"mlp_intermediate_size": 48}),
-        (["attention", "sliding_attention"], {"sliding_window": 16}),
+        repeat({"mixer_types": ["frac"], "hidden_size": 24}),
+        {"mixer_types": ["frac", "delta"], "mlp_intermediate_size": 48},
+        repeat({"mixer_types": ["attention", "sliding_attention"], "sliding_window": 16}),
     ],
 )
-def test_cheap_checkpoints_keep_products_and_scans(monkeypatch, mixers, fields):
+def test_cheap_checkpoints_keep_products_and_scans(monkeypatch, fields):
     """The same gradients to the bit; scans run once, and what is cheap runs twice."""
-    fields = {"mixer_types": mixers, "num_hidden_layers": len(mixers), **fields}
-    model, ids = small_model("triton", **fields), tokens()
+    model = small_model("triton", num_hidden_layers=len(fields["mixer_types"]), **fields)
+    ids = tokens()
     expected, products = gradients(model, ids), []
 
     class Products(TorchDispatchMode):

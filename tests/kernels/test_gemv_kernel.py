@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_frac.ops import rms_norm, swiglu
-from flash_frac.ops.decode.triton import (
+from flash_frac.ops.decode.linear import (
     MOST_VECTORS,
     QUANTISED,
     fused_norm_linear,
@@ -111,7 +111,7 @@ def test_sums_of_quantised_weights_stay_in_range(dtype, kind):
 
 @pytest.mark.parametrize("num", [1, 2, MOST_VECTORS, MOST_VECTORS + 1])
 def test_only_16_bit_weights_are_too_large_for_a_few_vectors(monkeypatch, num):
-    monkeypatch.setattr("flash_frac.ops.decode.triton.MOST_READ", 0)
+    monkeypatch.setattr("flash_frac.ops.decode.linear.MOST_READ", 0)
     x, weight, *_ = inputs(torch.float32, 8, 16, num, (False, False, False))
     launched = []
     watch(monkeypatch, launched.append)

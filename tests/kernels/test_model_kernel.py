@@ -5,6 +5,7 @@ import torch
 
 from flash_frac.inference import Generator, SamplingSettings
 from flash_frac.ops.testing import relative_error
+from tests.backends import repeat
 from tests.errors import assert_as_good
 from tests.kernels.devices import DEVICE, DTYPES
 from tests.models.conftest import make_model, on_backend
@@ -62,12 +63,9 @@ CASES = {
 }
 
 
-# The interpreter leaves to test_decode_kernel.py what differs in one kernel alone.
-DECODED = (
-    [*CASES]
-    if DEVICE == "cuda"
-    else [*("plain", "padded", "packed", "exact prior", "equal variance, norms")]
-)
+# The others differ in one kernel alone, which has tests of its own.
+QUICK = ("padded", "packed")
+EVERY = [name if name in QUICK else repeat(name) for name in CASES]
 
 
 def forward_arguments(case, ids):
@@ -81,7 +79,7 @@ def forward_arguments(case, ids):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_training(dtype, case):
     case = CASES[case]
     ids = tokens(1 if case.get("packed") else 2, 40)
@@ -96,7 +94,7 @@ def test_training(dtype, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", DECODED)
+@pytest.mark.parametrize("case", EVERY)
 @torch.no_grad()
 def test_reading_and_decoding(dtype, case):
     """In pieces, then token by token; the states too."""
@@ -199,7 +197,7 @@ def test_weights_of_another_class_are_not_read_raw():
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("batch", [repeat(1), 6])
 def test_generator(batch):
     """Token for token as Hugging Face's loop on the same kernels; graphs, where there are any."""
     model = one_layer()

@@ -20,12 +20,16 @@ def normal(*shape, dtype=torch.float32):
 
 
 def any_settings(generator, size):
+    penalty = generator.choice([1.0, 1.0, 0.5, 1.3, 2.0])
+    temperature = generator.choice([0.0, 0.1, 0.7, 1.0, 2.5, 1e-40, 1e39])
+    if temperature == 0:
+        return SamplingSettings(repetition_penalty=penalty)
     return SamplingSettings(
-        temperature=generator.choice([0.0, 0.1, 0.7, 1.0, 2.5, 1e-40, 1e39]),
+        temperature=temperature,
         top_k=generator.choice([0, 0, 1, 2, 3, 7, size - 1, size, size + 1]),
         top_p=generator.choice([1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
         min_p=generator.choice([0.0, 1e-4, 0.05, 0.5, 0.999]),
-        repetition_penalty=generator.choice([1.0, 1.0, 0.5, 1.3, 2.0]),
+        repetition_penalty=penalty,
     )
 
 

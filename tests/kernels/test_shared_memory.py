@@ -35,6 +35,8 @@ REST = {
     "norms": lambda dtype: calls.norms(dtype, size=MOST_WIDTH, skip=True),
     "swiglu": lambda dtype: calls.swiglu(dtype, size=MOST_WIDTH),
     "decode": lambda dtype: calls.decode(dtype, modes=32),
+    "fused": calls.fused,
+    "fused, few vectors": lambda dtype: calls.fused(dtype, num=8),
     "attend": lambda dtype: calls.attend(dtype, channels=256),
     "sample": lambda dtype: calls.sample(dtype, vocabulary=151_936),
     "loss": lambda dtype: calls.loss(dtype, vocabulary=151_936),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_frac.layers import FracMixer
-from tests.backends import DEVICE, backends_here, dtype_of
+from tests.backends import DEVICE, backends_here, dtype_of, repeat
 from tests.layers import test_delta, test_mixer
 
 E = 12
@@ -26,7 +26,7 @@ def normal(mixer, *shape):
     return torch.randn(*shape, dtype=torch.float64).to(next(mixer.children()).weight)
 
 
-@pytest.mark.parametrize("cuts", [[20], [1, 2, 3, 4, 39], [0, 17]])
+@pytest.mark.parametrize("cuts", [repeat([20]), [1, 2, 3, 4, 39], repeat([0, 17])], ids=str)
 def test_any_split_is_the_whole(mixer, cuts):
     """Single tokens, which are steps, among the pieces."""
     x = normal(mixer, 2, 40, E)

@@ -14,7 +14,7 @@ import torch
 from flash_frac.ops import BACKENDS
 from flash_frac.ops.backends import OPERATORS
 from flash_frac.ops.testing import relative_error
-from tests.backends import DEVICE, INTERPRETED, backends_here, dtype_of
+from tests.backends import DEVICE, INTERPRETED, backends_here, dtype_of, repeat
 from tests.errors import assert_as_good, widen, with_gradients
 from tests.ops.contracts import CONTRACTS, OTHER_CONTROLS, Inputs
 
@@ -281,7 +281,7 @@ def test_every_operator_has_a_contract():
     assert set(CONTRACTS) == set(OPERATORS)
 
 
-@pytest.mark.parametrize("cuts", [(1, 2, 3), (16, 32), (0, 33, 33, T - 1)], ids=str)
+@pytest.mark.parametrize("cuts", [repeat((1, 2, 3)), repeat((16, 32)), (0, 33, 33, T - 1)], ids=str)
 @every_case
 def test_any_split_is_the_whole(operator, backend, cuts):
     check_split(operator, backend, cuts)

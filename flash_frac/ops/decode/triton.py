@@ -1,16 +1,14 @@
 """Operators for decoding, in Triton only and without gradients.
 
-Convolution and scan of one token, which update their states in place, and linear layers on a few
-vectors. Weights of linear layers may be quantised: int8 or float8_e4m3fn, with one scale per row.
+Convolution and scan of one token, which update their states in place. Linear layers are in
+`ops/decode/linear.py`.
 
-Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps, E inputs, O
-outputs of a linear layer.
+Letters: B batch, H heads, M modes, D head channels, I = H D inner width, K taps.
 """
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_frac.ops.arithmetic import block_size, ceil_div
@@ -19,26 +17,14 @@ from flash_frac.ops.control.kernels import Ranges
 from flash_frac.ops.control.reference import ControlInputs, ControlSettings, num_dynamics
 from flash_frac.ops.control.triton import kernel_options, kernel_settings
 from flash_frac.ops.decode.kernels import (
+    ConvStep,
     GateInputs,
     control_step_kernel,
     conv_step_kernel,
-    gemv_kernel,
-    swiglu_gemv_kernel,
 )
-from flash_frac.ops.norm.triton import triton_norm
 
 # Channels per program. Few, so that a single sequence still occupies many multiprocessors.
 CONV_CHANNELS, STATE_CHANNELS = 128, 64
-# Beyond this number of vectors, tensor cores win. So they do for several vectors beyond this number
-# of 16-bit weights, because each vector reads all weights (one H200, docs/log.md). 8-bit weights
-# have no such limit: for a product they are dequantised, which moves five times the bytes that the
-# kernel reads. Not measured yet.
-MOST_VECTORS, MOST_READ = 4, 2**24
-# Matrix elements that a program has in flight, and the most of them along a row. 8-bit weights have
-# twice as many, for the same number of bytes.
-GEMV_TILE, LONGEST_ROW = 8192, 2048
-# Dtypes of quantised weights.
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
 
 
 def fused_conv_step(
@@ -63,7 +49,7 @@ def fused_conv_step(
     (batch, channels), taps = x.shape, weight.shape[-1]
     shapes = [("weight", weight, (channels, 1, taps)), ("bias", bias, (channels,))]
     shapes += [("window", window, (batch, channels, taps - 1)), ("mask", mask, (batch,))]
-    _check("fused_conv_step", x, shapes)
+    check_step("fused_conv_step", x, shapes)
     return conv_step_op(x, weight, bias, window, None if mask is None else mask.contiguous())
 
 
@@ -82,6 +68,9 @@ def fused_control_step(
     gate: Tensor | None = None,
     gate_bias: float = 0.0,
     skip: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    squares: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Controls and `frac_step` of one token, then direct term and gate. No gradient.
 
@@ -94,6 +83,11 @@ def fused_control_step(
         mask: (B,), 0 at padding, which leaves the state as it is.
         gate: (B, H D), last axis contiguous; gate_bias is added to it. None for y alone.
         skip: (H, D) weight of the direct term, only with a gate; None for no direct term.
+        norm_weight: (H D,) multiplies the result, only with a gate; the rest of an RMS norm needs
+            squares.
+        squares: (B, S), as of `empty_squares`, overwritten: their sum over S is that of the squares
+            of the result before norm_weight. Given with norm_weight, or None.
+        early: whether the previous kernel may still run, if it is one of a step.
 
     Returns:
         y, or (y + skip u) silu(gate + gate_bias) with a gate; (B, H, D), like u.
@@ -115,136 +109,45 @@ def fused_control_step(
         ("state", state, (batch, heads, modes, channels)),
         ("mask", mask, (batch,)),
         ("skip", skip, (heads, channels)),
+        ("norm_weight", norm_weight, (heads * channels,)),
+        ("squares", squares, (batch, heads * _num_blocks(channels))),
     ]
-    _check("fused_control_step", u.flatten(1), shapes)
+    check_step("fused_control_step", u.flatten(1), shapes)
     if gate is not None and (gate.shape != (batch, heads * channels) or gate.stride(1) != 1):
         raise ValueError(
             f"gate must have shape {(batch, heads * channels)} and a contiguous last axis, "
             f"got {tuple(gate.shape)} with strides {gate.stride()}"
         )
+    if (norm_weight is None) != (squares is None) or (gate is None and squares is not None):
+        raise ValueError("norm_weight and squares must be given together, and with a gate")
     times = (t.float() for t in (dt_bias, read_gate_logit, write_gate_logit, log_tau))
     mask = None if mask is None else mask.contiguous()
     inputs = (u, dyn_logits, rw_logits, *times, state, mask, gate, gate_bias, skip)
-    return control_step_op(*inputs, *kernel_settings(settings))
+    norm = (norm_weight, squares, early)
+    return control_step_op(*inputs, *norm, *kernel_settings(settings))
 
 
-def fused_norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """residual + weight RMSNorm(x) + bias, rounded once at the end. No gradient.
-
-    Args:
-        x: (B, E), last axis contiguous, at most MOST_VECTORS rows.
-        weight: (O, E), contiguous; bias: (O,) or None.
-        scale: (O,), one factor per row of a quantised weight (a dtype of QUANTISED).
-        norm_weight: (E,) of the norm, with its eps; None for no norm.
-        residual: (B, O), contiguous, or None.
-
-    Returns:
-        (B, O), in the dtype of x.
-    """
-    _check_vectors(x)
-    (batch, size), num_outputs = x.shape, weight.shape[0]
-    shapes = [("weight", weight, (num_outputs, size)), ("bias", bias, (num_outputs,))]
-    shapes += [("norm_weight", norm_weight, (size,)), ("residual", residual, (batch, num_outputs))]
-    _check("fused_norm_linear", x, [*shapes, ("scale", scale, (num_outputs,))])
-    _check_scale("weight", weight, scale)
-    return norm_linear_op(x, weight, scale, bias, norm_weight, eps, residual)
+def empty_squares(u: Tensor, num_heads: int) -> Tensor:
+    """Memory for the `squares` of `fused_control_step`, for u (B, I)."""
+    size = num_heads * _num_blocks(u.shape[1] // num_heads)
+    return u.new_empty(u.shape[0], size, dtype=torch.float32)
 
 
-def norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """`fused_norm_linear` for any number of vectors; many vectors use tensor cores."""
-    num = x.shape[0]
-    little = num == 1 or scale is not None or num * weight.numel() <= MOST_READ
-    if num <= MOST_VECTORS and little:
-        options = {"scale": scale, "norm_weight": norm_weight, "eps": eps, "residual": residual}
-        return fused_norm_linear(x, weight, bias, **options)
-    if norm_weight is not None:
-        x = triton_norm(x, norm_weight, eps, x.dtype)
-    if scale is not None:
-        weight = _dequantised(weight, scale, x.dtype)
-    if residual is not None and bias is None:
-        return torch.addmm(residual, x, weight.t())
-    y = F.linear(x, weight, bias)
-    return y if residual is None else residual + y
+def _num_blocks(channels: int) -> int:
+    """Programs of `control_step_kernel` per head."""
+    return ceil_div(channels, _width(channels))
 
 
-def _dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights (O, E) in a dtype, rounded once.
-
-    Scaled before a product and not after it: sums of unscaled values exceed float16.
-    """
-    # One kernel reads int8 and writes the result; torch does not multiply float8 by other dtypes.
-    values = weight if weight.dtype is torch.int8 else weight.to(dtype)
-    return torch.mul(values, scale[:, None], out=weight.new_empty(weight.shape, dtype=dtype))
+def _width(channels: int) -> int:
+    return min(block_size(channels), STATE_CHANNELS)
 
 
-def fused_norm_swiglu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    *,
-    gate_scale: Tensor | None = None,
-    up_scale: Tensor | None = None,
-) -> Tensor:
-    """silu(gate_weight n) (up_weight n), n = RMSNorm(x), rounded once at the end. No gradient.
-
-    Args:
-        x: (B, E), last axis contiguous, at most MOST_VECTORS rows.
-        gate_weight, up_weight: (O, E), contiguous.
-        norm_weight: (E,) of the norm, with its eps.
-        gate_scale, up_scale: (O,), as in `fused_norm_linear`.
-
-    Returns:
-        (B, O), in the dtype of x.
-    """
-    _check_vectors(x)
-    size, num_outputs = x.shape[1], gate_weight.shape[0]
-    shapes: list = [("gate_weight", gate_weight, (num_outputs, size))]
-    shapes += [("up_weight", up_weight, (num_outputs, size)), ("norm_weight", norm_weight, (size,))]
-    scales = {"gate_scale": gate_scale, "up_scale": up_scale}
-    shapes += [(name, scale, (num_outputs,)) for name, scale in scales.items()]
-    _check("fused_norm_swiglu", x, shapes)
-    _check_scale("gate_weight", gate_weight, gate_scale)
-    _check_scale("up_weight", up_weight, up_scale)
-    return norm_swiglu_op(x, gate_weight, up_weight, gate_scale, up_scale, norm_weight, eps)
+def early_options(early: bool) -> dict[str, bool]:
+    """Launch options of a kernel with EARLY."""
+    return {"launch_pdl": True} if early else {}
 
 
-def _check_scale(name: str, weight: Tensor, scale: Tensor | None) -> None:
-    if (weight.dtype in QUANTISED) != (scale is not None):
-        given = "a scale" if scale is not None else "no scale"
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED)
-        raise ValueError(
-            f"{name} of {kinds} has a scale, any other none; got {weight.dtype} and {given}"
-        )
-
-
-def _check_vectors(x: Tensor) -> None:
-    if x.ndim != 2 or x.shape[0] > MOST_VECTORS:
-        raise ValueError(
-            f"x must be at most {MOST_VECTORS} vectors (B, E), got shape {tuple(x.shape)}"
-        )
-
-
-def _check(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tuple]]) -> None:
+def check_step(function: str, x: Tensor, shapes: list[tuple[str, Tensor | None, tuple]]) -> None:
     if reason := triton_refusal(x):
         raise ValueError(f"{function} cannot run here: {reason}")
     if x.stride(1) != 1:
@@ -272,7 +175,7 @@ def conv_step_op(
     u = x.new_empty(batch, channels)
     with torch.cuda.device_of(x):
         conv_step_kernel[(ceil_div(channels, CONV_CHANNELS), batch)](
-            x, weight, bias, window, mask, u, channels, x.stride(0),
+            x, ConvStep(weight, bias, window, mask, u), channels, x.stride(0),
             K=weight.shape[-1], BI=CONV_CHANNELS, num_warps=1,
         )  # fmt: skip
     return u
@@ -283,7 +186,7 @@ def _(x, weight, bias, window, mask):
     return x.new_empty(x.shape)
 
 
-@operator("control_step", mutates=("state",))
+@operator("control_step", mutates=("state", "squares"))
 def control_step_op(
     u: Tensor,
     dyn: Tensor,
@@ -297,21 +200,25 @@ def control_step_op(
     gate: Tensor | None,
     gate_bias: float,
     skip: Tensor | None,
+    norm_weight: Tensor | None,
+    squares: Tensor | None,
+    early: bool,
     ranges: Sequence[float],
     switches: str,
 ) -> Tensor:
     """y, or z with a gate, (B, H, D) like u. Rows of gate may be strided, the rest not."""
     (batch, heads, channels), modes = u.shape, log_tau.shape[-1]
     y = torch.empty_like(u)
-    width = min(block_size(channels), STATE_CHANNELS)
     inputs = ControlInputs(dyn, rw, dt_bias, read_gate, write_gate, log_tau, None, mask)
+    gating = GateInputs(gate, skip, norm_weight, squares)
     with torch.cuda.device_of(u):
-        control_step_kernel[(ceil_div(channels, width), heads, batch)](
-            u, inputs, state, GateInputs(gate, skip), y, Ranges(*ranges),
+        control_step_kernel[(_num_blocks(channels), heads, batch)](
+            u, inputs, state, gating, y, Ranges(*ranges),
             H=heads, M=modes, D=channels, OWN_TAU=log_tau.ndim == 2,
             stride_gate=0 if gate is None else gate.stride(0), gate_bias=gate_bias,
             **kernel_options(switches),
-            BM=block_size(modes, smallest=1), BD=width, num_warps=1,
+            BM=block_size(modes, smallest=1), BD=_width(channels),
+            EARLY=early, num_warps=1, **early_options(early),
         )  # fmt: skip
     return y
 
@@ -319,68 +226,3 @@ def control_step_op(
 @control_step_op.register_fake
 def _(u, *rest):
     return torch.empty_like(u)
-
-
-@operator("norm_linear")
-def norm_linear_op(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-) -> Tensor:
-    """y (B, O) in the dtype of x, whose rows may be apart; the rest is contiguous."""
-    batch, num_outputs = x.shape[0], weight.shape[0]
-    y = x.new_empty(batch, num_outputs)
-    rows, options = _gemv_launch(weight, GEMV_TILE)
-    with torch.cuda.device_of(x):
-        gemv_kernel[(batch, ceil_div(num_outputs, rows))](
-            x, norm_weight, weight, scale, bias, residual, y, num_outputs,
-            stride_x=x.stride(0), eps=eps, **options,
-        )  # fmt: skip
-    return y
-
-
-def _gemv_launch(weight: Tensor, tile: int) -> tuple[int, dict[str, int]]:
-    """Matrix rows per program, block sizes and launch options."""
-    num_outputs, size = weight.shape
-    length = min(block_size(size), LONGEST_ROW)
-    # Few outputs are spread over more programs, to occupy all multiprocessors.
-    spread, packed = num_outputs < 2048, 2 if weight.itemsize == 1 else 1
-    rows = 1 if spread else packed * tile // length
-    return rows, {"E": size, "BO": rows, "BE": length, "num_warps": 4 if spread else 4 * packed}
-
-
-@norm_linear_op.register_fake
-def _(x, weight, scale, bias, norm_weight, eps, residual):
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@operator("norm_swiglu")
-def norm_swiglu_op(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_scale: Tensor | None,
-    up_scale: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-) -> Tensor:
-    """y (B, O) in the dtype of x, whose rows may be apart; the rest is contiguous."""
-    batch, num_outputs = x.shape[0], gate_weight.shape[0]
-    y = x.new_empty(batch, num_outputs)
-    # Each of the two matrices gets half of the tile.
-    rows, options = _gemv_launch(gate_weight, GEMV_TILE // 2)
-    with torch.cuda.device_of(x):
-        swiglu_gemv_kernel[(batch, ceil_div(num_outputs, rows))](
-            x, norm_weight, gate_weight, up_weight, gate_scale, up_scale, y, num_outputs,
-            stride_x=x.stride(0), eps=eps, **options,
-        )  # fmt: skip
-    return y
-
-
-@norm_swiglu_op.register_fake
-def _(x, gate_weight, up_weight, gate_scale, up_scale, norm_weight, eps):
-    return x.new_empty(x.shape[0], gate_weight.shape[0])

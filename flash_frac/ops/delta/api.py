@@ -31,7 +31,10 @@ def delta_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> ScanOutput:
-    """Scan sequences, whole or in pieces: feeding the returned state back in continues exactly.
+    """The gated delta rule over sequences, whole or in pieces.
+
+    Per token and head, with a = exp(log_decay): S <- a S + beta k (v - a S^T k)^T and y = S^T q.
+    Feeding the returned state back in continues exactly.
 
     Args:
         q: (B, T, H, K) queries, already scaled. B and T may be 0.
@@ -86,6 +89,8 @@ def delta_step(
 
     Returns:
         ScanOutput(y, state): y (B, H, D) like v; the new state, a new tensor.
+
+    Example: `y, state = delta_step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], log_decay[:, 0], state)`
     """
     check_delta_inputs(q, k, v, beta, log_decay, ("B", "H"))
     state = check_state(state, "state", v.shape[0], v, k)

@@ -36,7 +36,10 @@ def frac_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> ScanOutput:
-    """Scan sequences, whole or in pieces: feeding the returned state back in continues exactly.
+    """The scan of a Frac layer over sequences, whole or in pieces.
+
+    Per token, head and mode: state <- exp(log_decay) state + write u, and y = sum of read state
+    over the modes. Feeding the returned state back in continues exactly.
 
     Args:
         u: (B, T, H, D) input, float64, float32, bfloat16 or float16. B and T may be 0.
@@ -89,6 +92,8 @@ def frac_step(
 
     Returns:
         ScanOutput(y, state): y (B, H, D) like u; the new state, a new tensor.
+
+    Example: `y, state = frac_step(u[:, 0], read[:, 0], write[:, 0], log_decay[:, 0], state)`
     """
     check_scan_inputs(u, read, write, log_decay, ("B", "H", "D"))
     state = check_state(state, "state", u.shape[0], u, read)
