@@ -36,6 +36,11 @@ def attention_inputs(
         mask: (B, T), for the new tokens; used otherwise. None without padding.
         group: the ranks that share each row; None if rows are whole.
     """
+    if group is not None and isinstance(cache, FracStaticCache | BufferedCache):
+        raise ValueError(
+            "past_key_values must be a FracCache while ranks share rows, got "
+            f"{type(cache).__name__}; call model.set_context_group(None) to decode"
+        )
     if isinstance(cache, FracStaticCache):
         return StaticAttentionInputs(config, hidden_states, masks, cache, cu_seqlens, position_ids)
     inputs: Any = (config, hidden_states, mask, cache, cu_seqlens)

@@ -119,6 +119,18 @@ class FracCache(DynamicCache):
         if self.before is not None:
             self.before = self.before.index_select(0, beam_idx.to(self.before.device))
 
+    def batch_select_indices(self, indices: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Select the sequences at `indices`, in that order."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence, such as to sample several answers to one prompt."""
+        keys = (getattr(self.layers[n], "keys", None) for n in self.attention_layers)
+        held = [*self.tensors(), *(x for x in map(_tensor, keys) if x is not None)]
+        if held:
+            rows = torch.arange(held[0].shape[0], device=held[0].device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
     def slide(self) -> None:
         """Drop the keys and values that no later token of a sliding layer will see."""
         num = self.num_sliding

@@ -262,11 +262,17 @@ class FracConfig(PreTrainedConfig):
             check_num_layers(types, count, own.get("num_hidden_layers"))
         rest = {name: value for name, value in kwargs.items() if name not in own}
         known = {name: value for name, value in config_dict.items() if name not in foreign}
+        stored_types = foreign.pop("layer_types", None)
         result = super().from_dict({**known, **own}, **rest)
         config = result[0] if isinstance(result, tuple) else result
         for name, value in foreign.items():
             logger.warning(f"FracConfig has no field {name}; it is kept and has no effect.")
             setattr(config, name, value)
+        if stored_types is not None and list(stored_types) != config.layer_types:
+            raise ValueError(
+                f"layer_types must be {config.layer_types}, which follow from mixer_types, got "
+                f"{list(stored_types)}; set mixer_types instead"
+            )
         return result
 
     def _check(self) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.utils import logging
 
 from flash_frac.layers.checks import can_be_read, check_mask
 from flash_frac.models.cache import FracCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.fields import nearest
+
+logger = logging.get_logger(__name__)
 
 # Arguments of transformers' models that have no effect here: the longest packed sequence, cache
 # positions (our cache counts by itself), text segments, and arguments that `generate` passes on to
@@ -33,6 +36,30 @@ UNUSED = (
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # Arguments of the loss.
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+
+def wants_cache(model: Any, asked: bool | None, cache: Cache | None) -> bool:
+    """Whether a forward pass returns states; a ValueError if it cannot continue those given."""
+    if not (model.gradient_checkpointing and model.training):
+        return asked if asked is not None else model.config.use_cache and not model.training
+    # transformers would run each layer twice, without its cache.
+    if cache is not None:
+        raise ValueError(
+            "past_key_values must be None in training with gradient checkpointing, which ignores "
+            "it; call model.eval() or model.gradient_checkpointing_disable()"
+        )
+    if asked:
+        logger.warning_once("gradient checkpointing turns use_cache=True off.")
+    return False
+
+
+def loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the arguments of the loss from all arguments, and return them."""
+    found = {name: arguments.pop(name) for name in LOSS if name in arguments}
+    if isinstance(shifted := found.get("shift_labels"), Tensor):
+        # transformers takes a view of it, and slices of rows are not contiguous.
+        found["shift_labels"] = shifted.contiguous()
+    return found
 
 
 def check_names(names: Iterable[str], known: Iterable[str]) -> None:

@@ -82,6 +82,13 @@ def check_num_layers(
         )
 
 
+def final_types(config: FracConfig) -> list[str]:
+    """The types of all layers, checked again because num_hidden_layers may have changed since."""
+    types, count = config.mixer_types or [], config.num_hidden_layers
+    check_num_layers(types, len(types), count)
+    return mixer_types_of(types or None, None, count)
+
+
 def _from_attention_layers(layers: Sequence[int], count: int) -> list[str]:
     check_types({"attention_layers": layers}, {"attention_layers": list[int]})
     if len(set(layers)) != len(layers) or not all(0 <= n < count for n in layers):
@@ -128,7 +135,12 @@ def _check_positions(config: FracConfig, head_dim: int) -> None:
             "attention_positions='none'"
         )
     rope = config.attention_rope_parameters or {}
-    for name in ("rope_theta", "factor", "partial_rotary_factor"):
+    if "type" in rope or rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(
+            "attention_rope_parameters must name its kind rope_type, and have no "
+            f"partial_rotary_factor but 1: whole heads are rotated, got {rope}"
+        )
+    for name in ("rope_theta", "factor"):
         value = rope.get(name, 1)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(
@@ -140,6 +152,8 @@ def _check_positions(config: FracConfig, head_dim: int) -> None:
             f"attention_rope_parameters has an unknown rope_type {kind!r}; use one of "
             f"{', '.join(kinds)}"
         )
+    if kind in ("linear", "dynamic", "yarn", "llama3") and "factor" not in rope:
+        raise ValueError(f"attention_rope_parameters must have a factor for rope_type {kind!r}")
 
 
 def _check_temperature(config: FracConfig) -> None:

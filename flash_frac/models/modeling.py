@@ -31,16 +31,17 @@ from flash_frac.models.cache import FracCache, FracStaticCache
 from flash_frac.models.configuration import FracConfig
 from flash_frac.models.generation import KEPT, FracGenerationMixin
 from flash_frac.models.inputs import (
-    LOSS,
     PACKING,
     check_inputs,
     check_labels,
     check_names,
     local_mask,
+    loss_arguments,
     random_elapsed,
     wants_attentions,
+    wants_cache,
 )
-from flash_frac.models.mixers import ATTENTION, mixer_types_of
+from flash_frac.models.mixers import ATTENTION, final_types
 from flash_frac.models.recomputing import Recomputing
 from flash_frac.ops import check_cu_seqlens
 from flash_frac.ops.loss.api import linear_cross_entropy
@@ -127,8 +128,7 @@ class FracModel(FracPreTrainedModel):
         self.rotary_emb = None
         if self.attention_config is not None and config.attention_positions == "rope":
             self.rotary_emb = FracRotaryEmbedding(self.attention_config)
-        # Check again, because num_hidden_layers may have changed since.
-        self.mixer_types = mixer_types_of(config.mixer_types, None, config.num_hidden_layers)
+        self.mixer_types = config.mixer_types = final_types(config)
         self.layers = nn.ModuleList(self._block(n, x) for n, x in enumerate(self.mixer_types))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -184,11 +184,7 @@ class FracModel(FracPreTrainedModel):
         with_attentions = wants_attentions(output_attentions, self.config, attention_mask)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if use_cache and self.gradient_checkpointing and self.training:
-            logger.warning_once("gradient checkpointing turns use_cache=True off.")
-            use_cache = False
+        use_cache = wants_cache(self, use_cache, past_key_values)
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         # For a static cache, `generate` prepares masks by type of layer.
         masks = attention_mask if isinstance(attention_mask, dict) else {}
@@ -351,7 +347,7 @@ class FracForCausalLM(FracPreTrainedModel, FracGenerationMixin):
             logits (B, T, V) float32, loss, past_key_values, hidden_states. In training with labels
             and config.fuse_linear_cross_entropy, logits are None: they are never all in memory.
         """
-        of_loss = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
+        of_loss = loss_arguments(kwargs)
         check_labels(labels, input_ids, inputs_embeds, self.config.vocab_size, of_loss)
         outputs = self.model(
             input_ids,
@@ -396,3 +392,7 @@ ARGUMENTS = tuple(signature(FracForCausalLM.forward).parameters)
 
 class FracForSequenceClassification(GenericForSequenceClassification, FracPreTrainedModel):
     """A Frac model that classifies a sequence by its last real token."""
+
+    def set_context_group(self, group: ProcessGroup | None) -> None:
+        if group is not None:
+            raise ValueError("group must be None: a classifier reads the end of a whole row")

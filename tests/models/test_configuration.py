@@ -342,3 +342,36 @@ def test_a_near_name_beside_the_right_one_is_kept():
     del whole["rms_norm_eps"]
     with pytest.raises(ValueError, match="no field norm_eps; did you mean rms_norm_eps"):
         FracConfig.from_dict(whole | {"norm_eps": 1.0})
+
+
+def test_another_number_of_layers():
+    """Types that all agree follow it; a list of different ones does not say what to repeat."""
+    config = FracConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=61)
+    config.num_hidden_layers = 3
+    model = FracForCausalLM(config).eval()
+    assert config.layer_types == ["linear_attention"] * 3 and len(model.model.layers) == 3
+    assert len(model(torch.tensor([[3, 4]])).past_key_values.layers) == 3
+    config.mixer_types, config.num_hidden_layers = ["frac", "delta", "frac"], 4
+    with pytest.raises(ValueError, match=r"num_hidden_layers \(4\) needs mixer_types too"):
+        FracForCausalLM(config)
+
+
+def test_stored_layer_types(tmp_path):
+    stored = FracConfig(num_hidden_layers=2, mixer_types=["frac", "attention"]).to_dict()
+    types = ["linear_attention", "full_attention"]
+    assert FracConfig.from_dict(stored | {"layer_types": types}).layer_types == types
+    with pytest.raises(ValueError, match=r"layer_types must be .* set mixer_types instead"):
+        FracConfig.from_dict(stored | {"layer_types": types[::-1]})
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"type": "linear", "factor": 2.0}, "must name its kind rope_type"),
+        ({"partial_rotary_factor": 0.5}, "have no partial_rotary_factor but 1"),
+        ({"rope_type": "linear"}, "must have a factor for rope_type 'linear'"),
+    ],
+)
+def test_rotary_settings_that_do_nothing(rope, message):
+    with pytest.raises(ValueError, match=message):
+        FracConfig(mixer_types=["attention"], attention_rope_parameters=rope)

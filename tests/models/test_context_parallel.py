@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flash_frac.inference.state import empty_cache
 from flash_frac.layers import FracMixer
 from flash_frac.models import FracForSequenceClassification, FracModel
+from flash_frac.models.cache import FracStaticCache
 from flash_frac.ops.testing import relative_error
 from tests.layers.test_delta import make_mixer as make_delta
 from tests.layers.test_mixer import E, make_mixer
@@ -255,10 +257,8 @@ def test_logits_of_shared_rows(results, case, ranks):
         assert all(error < 1e-6 for error in result[f"logits: {case} {ranks}"])
 
 
-@pytest.mark.parametrize("model_class", [FracModel, FracForSequenceClassification])
-def test_setting_the_group_of_a_model(model_class, alone):
-    changes = {"pad_token_id": 0} if model_class is FracForSequenceClassification else {}
-    model = model_class(make_model(num_hidden_layers=2, **changes).config)
+def test_setting_the_group_of_a_model(alone):
+    model = FracModel(make_model(num_hidden_layers=2).config)
     mixers = [module for module in model.modules() if isinstance(module, FracMixer)]
     assert len(mixers) == 2 and all(mixer.context_group is None for mixer in mixers)
     names = set(model.state_dict())
@@ -267,6 +267,30 @@ def test_setting_the_group_of_a_model(model_class, alone):
     assert set(model.state_dict()) == names
     model.set_context_group(None)
     assert all(mixer.context_group is None for mixer in mixers)
+
+
+def test_what_needs_whole_rows_refuses_a_group(alone):
+    """One rank would answer for its own slice of a row."""
+    config = make_model(num_hidden_layers=1, pad_token_id=0).config
+    model = FracForSequenceClassification(config)
+    with pytest.raises(ValueError, match="group must be None: a classifier reads the end of a"):
+        model.set_context_group(alone)
+    model = make_model(torch.float32, mixer_types=["attention"], num_hidden_layers=1)
+    model.set_context_group(alone)
+    ids = torch.randint(3, 61, (1, 8))
+    for cache in (FracStaticCache(model.config, 32), empty_cache(model, 1)):
+        with pytest.raises(ValueError, match=f"while ranks share rows, got {type(cache).__name__}"):
+            model(ids, past_key_values=cache)
+
+
+def test_slices_of_labels_for_several_rows():
+    """Slices of rows are not contiguous."""
+    model = make_model(torch.float32, num_hidden_layers=1)
+    ids = torch.randint(3, 61, (2, 32))
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)[:, :16]
+    found = model(ids[:, :16], labels=shifted, shift_labels=shifted, num_items_in_batch=62).loss
+    same = shifted.contiguous()
+    assert found == model(ids[:, :16], labels=same, shift_labels=same, num_items_in_batch=62).loss
 
 
 def test_errors_name_the_argument(alone):

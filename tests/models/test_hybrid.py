@@ -222,6 +222,22 @@ def test_gradient_checkpointing_changes_nothing(ids, kind):
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_of_a_cache_are_chosen_and_repeated(ids, kind):
+    """With padding, whose places the cache remembers."""
+    model, mask = make_kind(kind), padded(ids)
+    cache = FracCache(model.config)
+    cache.batch_repeat_interleave(2)
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    order = torch.arange(2 * len(ids)).flip(0)
+    cache.batch_select_indices(order)
+    rows = order // 2
+    whole, real = model(ids[rows], attention_mask=mask[rows]).logits[:, 20:], mask[rows, 20:] != 0
+    got = model(ids[rows, 20:], attention_mask=mask[rows, 20:], past_key_values=cache).logits
+    close(got[real], whole[real])
+
+
 def test_the_cache_of_full_attention_does_not_fit_a_sliding_one(ids):
     """Both have attention at the same layers."""
     full, sliding = make_kind("no positions"), make_kind("sliding")

@@ -110,6 +110,16 @@ def test_loss_is_shifted_and_masked(model, ids):
     close(total, flat * labels[:, 1:].ne(-100).sum() / 7)
 
 
+def test_gradient_checkpointing_refuses_a_cache(ids):
+    """transformers would leave it out in silence."""
+    model = make_model(num_hidden_layers=1)
+    cache = model(ids[:, :10], use_cache=True).past_key_values
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="past_key_values must be None in training with gradient"):
+        model(ids[:, 10:], past_key_values=cache)
+    assert model.eval()(ids[:, 10:], past_key_values=cache).past_key_values is cache
+
+
 def test_gradient_checkpointing_changes_nothing(ids):
     gradients = []
     for checkpointing in (False, True):
@@ -227,6 +237,7 @@ def test_resize_embeddings(model, ids):
     close(after[..., :61], before)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_forward_compiles_without_graph_breaks(ids):
     """With its cache, which then decodes."""
