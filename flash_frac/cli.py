@@ -225,6 +225,9 @@ def serve(
     device: Annotated[
         str, typer.Option(help="cpu, cuda or cuda:1; auto uses a GPU if any.")
     ] = "auto",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API; default: CHECKPOINT.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Weight dtype; auto keeps the saved one.")] = "auto",
     quantize: Quantize = None,
     slots: Annotated[int, typer.Option(help="Requests decoded concurrently.")] = 64,
@@ -254,7 +257,10 @@ def serve(
     log_level: Annotated[str, typer.Option(help="Log level of the HTTP server.")] = "info",
     sequential: Annotated[
         bool,
-        typer.Option("--sequential", help="Use transformers' own server, with all its options."),
+        typer.Option(
+            "--sequential",
+            help="Use transformers' own server, with all its options and --trust-remote-code.",
+        ),
     ] = False,
 ) -> None:
     """Serve OpenAI's HTTP API with continuous batching: frac serve CHECKPOINT.

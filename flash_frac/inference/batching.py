@@ -211,12 +211,14 @@ class EngineManager:
             eos_token_id: token ids that end the answer; by default the generation_config's.
             sampling: fields of `SamplingSettings` to override for this request, or `seed`.
         """
-        limit = self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+        prompt, settings = list(input_ids), self.settings
+        limit = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if limit is None and settings.max_length is not None:
+            limit = max(1, settings.max_length - len(prompt))
         if limit is None:
             raise ValueError(NO_LIMIT)
         if request_id is None:
             request_id = self._names(1)[0]
-        prompt = list(input_ids)
         fields = {
             "max_new_tokens": limit,
             "sampling": changed_settings(self.settings.sampling, sampling),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from flash_frac.inference.graphs import has_moving_positions
 from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.runner import Runner, Token
 from flash_frac.inference.scheduling import (
@@ -88,6 +89,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length must be None or at least 2, got {max_length}")
+        _check_positions(model)
         sees_all = "attention" in (model.config.mixer_types or ())
         if sees_all and max_length is None:
             max_length = MAX_LENGTH
@@ -379,3 +381,14 @@ class Engine:
 
 def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _check_positions(model: FracForCausalLM) -> None:
+    """ValueError if rotary frequencies depend on the longest sequence that was read."""
+    if has_moving_positions(model):
+        rotary: Any = model.model.rotary_emb
+        raise ValueError(
+            f"attention_rope_parameters has rope_type {rotary.rope_type!r}, whose frequencies "
+            "depend on the longest sequence, so requests would change each other's answers; use "
+            "Generator or model.generate (frac serve --sequential), or another rope_type"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import GenerationConfig
@@ -13,12 +13,12 @@ from flash_frac.inference.sampling import SamplingSettings
 # Fields of a GenerationConfig that the engine supports, and others that change no token here.
 _HONOURED = {
     *("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "stop_strings"),
-    *("repetition_penalty", "eos_token_id", "num_return_sequences"),
+    *("repetition_penalty", "eos_token_id", "num_return_sequences", "max_length"),
 }
 _WITHOUT_EFFECT = {
     *("pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config"),
-    *("disable_compile", "continuous_batching_config", "max_length", "renormalize_logits"),
+    *("disable_compile", "continuous_batching_config", "renormalize_logits"),
     *("return_dict_in_generate", "prefill_chunk_size"),
     # Settings of assisted generation, which only matter if a call passes an assistant.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
@@ -46,6 +46,7 @@ class Settings:
 
     sampling: SamplingSettings
     max_new_tokens: int | None
+    max_length: int | None
     eos_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     num_answers: int
@@ -75,6 +76,7 @@ def settings_of(config: GenerationConfig) -> Settings:
     return Settings(
         sampling=SamplingSettings(**settings),
         max_new_tokens=asked.get("max_new_tokens"),
+        max_length=asked.get("max_length"),
         eos_token_ids=end_tokens(config.eos_token_id),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         num_answers=asked.get("num_return_sequences", 1),
@@ -99,7 +101,7 @@ def changed_settings(settings: SamplingSettings, changes: dict[str, Any]) -> Sam
             f"add_request accepts the settings {', '.join(sorted(known))} and seed, "
             f"got {', '.join(unknown)}"
         )
-    return replace(settings, **{name: changes[name] for name in known & set(changes)})
+    return settings.changed({name: changes[name] for name in known & set(changes)})
 
 
 def longest_request(config: Any, hints: Any) -> int | None:

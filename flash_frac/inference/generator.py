@@ -10,8 +10,9 @@ Letters: B batch, T tokens of the prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from flash_frac.layers.checks import check_mask
 from flash_frac.models import FracForCausalLM
 from flash_frac.models.buffers import rounded
 
+Eos: TypeAlias = int | Sequence[int] | None
 # The prompt is read in pieces of at most this many tokens, so memory does not grow with its length.
 PIECE = 16384
 
@@ -132,7 +134,7 @@ class Generator:
         *,
         max_new_tokens: int,
         attention_mask: Tensor | None = None,
-        eos_token_id: int | None = None,
+        eos_token_id: Eos = None,
         pad_token_id: int | None = None,
         sampling: SamplingSettings = GREEDY,
         seed: int | None = None,
@@ -144,8 +146,9 @@ class Generator:
             input_ids: (B, T), shorter prompts padded on the left.
             max_new_tokens: maximum number of tokens to add.
             attention_mask: (B, T), 0 at padding; None without padding.
-            eos_token_id: ends a sequence; generation stops when all have ended. None: never.
-            pad_token_id: fills sequences that have ended; by default eos_token_id.
+            eos_token_id: one or several tokens that end a sequence; generation stops when all have
+                ended. None: never.
+            pad_token_id: fills sequences that have ended; by default the first eos_token_id.
             sampling: sampling settings; greedy by default.
             seed: random seed for sampling; None for a new one each time. Each sequence samples
                 independently, by seed and row; the first samples like an engine's
@@ -162,6 +165,8 @@ class Generator:
             >>> sampling = SamplingSettings(temperature=0.8, top_p=0.95)
             >>> generator.generate(ids, max_new_tokens=100, sampling=sampling, seed=0)
         """
+        if stop is not None and not isinstance(stop, StopStrings):
+            raise ValueError(f"stop must be StopStrings(tokenizer, texts), got {stop!r}")
         if stop is not None and eos_token_id is None and pad_token_id is None:
             pad_token_id = self.model.config.pad_token_id or 0
         slots = self._begin(input_ids, max_new_tokens, attention_mask, sampling, seed)
@@ -181,7 +186,7 @@ class Generator:
         *,
         max_new_tokens: int,
         attention_mask: Tensor | None = None,
-        eos_token_id: int | None = None,
+        eos_token_id: Eos = None,
         pad_token_id: int | None = None,
         sampling: SamplingSettings = GREEDY,
         seed: int | None = None,
@@ -261,11 +266,15 @@ class _Ends:
         eos, pad, stop: as in `Generator.generate`.
     """
 
-    def __init__(
-        self, batch: int, eos: int | None, pad: int | None, stop: StopStrings | None
-    ) -> None:
+    def __init__(self, batch: int, eos: Eos, pad: int | None, stop: StopStrings | None) -> None:
         self.ended = [False] * batch
-        self._eos, self._filler, self._stop = eos, eos if pad is None else pad, stop
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else [*eos]
+        if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
+            raise ValueError(
+                f"eos_token_id must be a token id, a list of them or None, got {eos!r}"
+            )
+        self._eos, self._stop = frozenset(ids), stop
+        self._filler = next(iter(ids), None) if pad is None else pad
         if stop is not None:
             stop.watch(batch)
 
@@ -279,6 +288,6 @@ class _Ends:
             return self._filler
         if token < 0:
             raise no_numbers(row)
-        if token == self._eos or (self._stop is not None and self._stop.ends(row, token)):
+        if token in self._eos or (self._stop is not None and self._stop.ends(row, token)):
             self.ended[row] = True
         return token

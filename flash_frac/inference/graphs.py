@@ -187,7 +187,7 @@ def _bindings(model: FracForCausalLM) -> list[Any] | str:
     head = model.lm_head.weight
     if head.device.type not in DEVICES:
         return f"it is on a {head.device.type}"
-    if _has_moving_positions(model):
+    if has_moving_positions(model):
         return "its rotary positions depend on the length (rope type dynamic or longrope)"
     modules = _modules(model, [])
     kinds = [type(module) for module in modules]
@@ -231,7 +231,7 @@ def _warn_of_weights(model: FracForCausalLM) -> None:
             return
 
 
-def _has_moving_positions(model: FracForCausalLM) -> bool:
+def has_moving_positions(model: FracForCausalLM) -> bool:
     """Whether rotary frequencies depend on the length, which makes the host wait every time."""
     rotary: Any = model.model.rotary_emb
     return rotary is not None and rotary.rope_type in ("dynamic", "longrope")

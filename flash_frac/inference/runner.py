@@ -112,6 +112,7 @@ class Runner:
         self.reading: list[Job] = []
         self.rows: list[Job | None] = [None] * num_slots
         self.num_running = self.num_read = self.num_steps = 0
+        self._versions: list[int] = []
         self._new: list[_Launched] = []
         self._due: list[_Launched] = []
         num_graphs = len(self._step_sizes()) + len(list(self._piece_shapes()))
@@ -154,13 +155,22 @@ class Runner:
         return next_piece(self.reading, self._piece, self._max_length, rounds=self._records)
 
     def look(self) -> None:
-        """Check whether the model has changed since it was recorded; warn if it cannot be."""
+        """Check whether the model has changed; warn if it cannot be recorded."""
         self._recorder.look()
+        self._follow_weights()
         if self._slots.device.type in graphs.DEVICES and self._recorder.obstacle is not None:
             logger.warning_once(
                 "the engine decodes without CUDA graphs, which is much slower, because the model "
                 f"cannot be recorded: {self._recorder.obstacle}"
             )
+
+    def _follow_weights(self) -> None:
+        """Drop cached prefixes if weights were changed in place, which torch counts."""
+        weights = self._recorder.model.parameters()
+        versions = [x._version for x in weights if not x.is_inference()]
+        if self._prefixes is not None and versions != self._versions:
+            self._prefixes.bind(self._recorder.model, renew=True)
+        self._versions = versions
 
     def warm_up(self) -> None:
         """Record all graphs that serving needs; nothing may be running."""

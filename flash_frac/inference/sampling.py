@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,24 @@ class SamplingSettings:
             raise ValueError(
                 f"repetition_penalty must be positive, 1 for none, got {self.repetition_penalty}"
             )
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0):
+            raise ValueError(
+                "top_k, top_p and min_p need a temperature above 0: with 0, the most likely token "
+                f"is always taken; set temperature=1.0, got {self}"
+            )
+
+    def changed(self, changes: Mapping[str, Any]) -> SamplingSettings:
+        """Settings with other values; top_k, top_p or min_p imply sampling unless greedy is asked.
+
+        Example: `SamplingSettings().changed({"top_p": 0.9}).temperature == 1.0`
+        """
+        found = {**asdict(self), **changes}
+        if found["temperature"] == 0:
+            if "temperature" in changes or not {"top_k", "top_p", "min_p"} & set(changes):
+                found |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+            else:
+                found["temperature"] = 1.0
+        return SamplingSettings(**found)
 
 
 GREEDY = SamplingSettings()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from flash_frac.inference.prefixes import PrefixStats
 from flash_frac.inference.sampling import GREEDY, SamplingSettings
@@ -57,24 +57,40 @@ class Request:
     boundaries: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        prompt = self.prompt.tolist() if isinstance(self.prompt, torch.Tensor) else self.prompt
-        object.__setattr__(self, "prompt", tuple(prompt))
-        if not self.prompt or not all(type(x) is int for x in self.prompt):
-            shown = str(self.prompt[:8]) if self.prompt else "none"
-            raise ValueError(f"prompt must be ids of tokens, at least one, got {shown}")
+        # Everything is checked here, because an error in the engine's thread ends all requests.
+        object.__setattr__(self, "prompt", self._numbers("prompt", "ids of tokens, at least one"))
+        if not self.prompt:
+            raise ValueError("prompt must be ids of tokens, at least one, got none")
+        for name, wanted in (("eos_token_ids", "ids of tokens"), ("boundaries", "positions")):
+            object.__setattr__(self, name, self._numbers(name, wanted))
+        if not isinstance(self.sampling, SamplingSettings):
+            raise ValueError(f"sampling must be SamplingSettings, got {self.sampling!r}")
         # An answer would never have 2.5 tokens, and never end.
-        if self.max_new_tokens < 1 or self.max_new_tokens % 1:
+        if not _is_whole(self.max_new_tokens) or self.max_new_tokens < 1:
             raise ValueError(
                 f"max_new_tokens must be at least 1, and whole, got {self.max_new_tokens}"
             )
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs must be None or at least 0, got {self.logprobs}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+        if self.logprobs is not None and not (_is_whole(self.logprobs) and self.logprobs >= 0):
+            raise ValueError(f"logprobs must be None or whole, at least 0, got {self.logprobs}")
+        if self.seed is not None and not (_is_whole(self.seed) and abs(self.seed + 0.5) < 2**63):
             raise ValueError(f"seed must be a signed 64-bit integer, got {self.seed}")
         if isinstance(self.stop, str):
             raise ValueError(
                 f"stop must be a list of texts, got {self.stop!r}; use [{self.stop!r}]"
             )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be a list of non-empty texts, got {list(self.stop)!r}")
+
+    def _numbers(self, name: str, wanted: str) -> tuple[int, ...]:
+        """A field as whole numbers of Python, from those of any library."""
+        given: Any = getattr(self, name)
+        found = given.tolist() if hasattr(given, "tolist") else given
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise ValueError(f"{name} must be {wanted}, got {given!r}")
+        found = tuple(found)
+        if not all(_is_whole(x) for x in found):
+            raise ValueError(f"{name} must be {wanted}, got {found[:8]!s}")
+        return tuple(map(operator.index, found))
 
     def check(self, vocab_size: int, max_length: int | None) -> None:
         """Raise a ValueError if an engine with these limits can never answer it."""
@@ -94,6 +110,10 @@ class Request:
                 f"boundaries must be between 0 and the prompt's length ({length}), got "
                 f"{list(self.boundaries)}"
             )
+
+
+def _is_whole(x: Any) -> bool:
+    return hasattr(type(x), "__index__") and not isinstance(x, bool)
 
 
 class Update(NamedTuple):

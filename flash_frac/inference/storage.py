@@ -277,15 +277,19 @@ def difference_of(there: dict[str, str], here: dict[str, str]) -> str | None:
     mine, theirs = (_settings(x) for x in (here, there))
     if mine != theirs:
         names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
-        parts = (
-            (x, *(y.get(x, getattr(FracConfig, x, None)) for y in (theirs, mine))) for x in names
-        )
+        parts = ((x, *(y.get(x, _default(x)) for y in (theirs, mine))) for x in names)
         return "; ".join(f"{name} is {old} there and {new} here" for name, old, new in parts)
     if here["structure"] != there["structure"]:
         return "its tensors have other names, shapes or dtypes"
     if here["weights"] != there["weights"]:
         return "it has the same shape but other weights"
     return None
+
+
+def _default(name: str) -> Any:
+    """What a field is that a file does not have; None for one that follows from others."""
+    found = getattr(FracConfig, name, None)
+    return None if isinstance(found, property) else found
 
 
 def _settings(facts: dict[str, str]) -> dict[str, Any]:

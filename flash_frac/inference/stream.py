@@ -53,7 +53,7 @@ from flash_frac.models.buffers import BufferedCache
 
 
 class FracStream:
-    """B sequences of a model, empty at first.
+    """Read and generate B sequences piece by piece, with a state to save, fork and roll back.
 
     A call that fails or is interrupted leaves the stream unchanged: it works on a second copy of
     the state, which replaces the first when the call succeeds.

@@ -201,6 +201,13 @@ class StopStrings:
             raise ValueError(f"texts must be a list of non-empty texts, got {texts!r}")
         self.tokenizer, self.texts = tokenizer, list(texts)
         self._longest = max(map(len, texts))
+        # Special tokens are not shown, so they complete no text but one that contains them.
+        named = getattr(tokenizer, "added_tokens_decoder", {})
+        self._hidden = {
+            id
+            for id, token in named.items()
+            if token.special and not any(token.content in text for text in texts)
+        }
         self.watch(0)
 
     def watch(self, batch_size: int) -> None:
@@ -213,8 +220,7 @@ class StopStrings:
         return self.completes(row, piece)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        # Keep special tokens, because a stop text may contain them.
-        return self.tokenizer.decode(list(ids))
+        return self.tokenizer.decode([id for id in ids if id not in self._hidden])
 
     def completes(self, row: int, piece: str) -> bool:
         """Whether a sequence ends with one of the texts after this piece."""

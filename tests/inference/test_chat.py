@@ -96,6 +96,7 @@ def greedy(stream, count):
     return "".join(stream.generate(max_new_tokens=count, temperature=0))
 
 
+@pytest.mark.slow
 def test_sigterm_and_a_closed_pipe_save_the_state(checkpoint, tmp_path):
     """As Ctrl-C does: what follows is what would have followed."""
     names = ("terminated", "closed")

@@ -273,6 +273,7 @@ class Screen:
         os.write(self.leader, keys.encode())
 
 
+@pytest.mark.slow
 def test_at_a_terminal(checkpoint, tmp_path):
     """Banner, an endless answer that Ctrl-C stops, history by the arrow key, Ctrl-D."""
     command = [sys.executable, "-m", "flash_frac.cli", "chat", str(checkpoint)]

@@ -2,11 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from flash_frac.inference import Engine, EngineStopped, PrefixStates, Request
 from tests.inference.engines import answers, expected, make, random_requests
+from tests.models.conftest import make_model
 
 GOOD = Request(prompt=[5, 6, 7], max_new_tokens=8)
 
@@ -24,8 +26,16 @@ def model():
         ({"prompt": "text"}, "prompt must be ids of tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, and whole, got 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be at least 1, and whole, got 2.5"),
-        ({"logprobs": -1}, "logprobs must be None or at least 0, got -1"),
+        ({"max_new_tokens": True}, "max_new_tokens must be at least 1, and whole, got True"),
+        ({"logprobs": -1}, "logprobs must be None or whole, at least 0, got -1"),
+        ({"logprobs": 1.5}, "logprobs must be None or whole, at least 0, got 1.5"),
+        ({"seed": 1.5}, "seed must be a signed 64-bit integer, got 1.5"),
+        ({"sampling": {"temperature": 1}}, "sampling must be SamplingSettings, got {'temp"),
+        ({"sampling": None}, "sampling must be SamplingSettings, got None"),
+        ({"boundaries": [1.5]}, r"boundaries must be positions, got \(1.5,\)"),
+        ({"eos_token_ids": 2}, "eos_token_ids must be ids of tokens, got 2"),
         ({"stop": "text"}, r"stop must be a list of texts, got 'text'; use \['text'\]"),
+        ({"stop": ["a", ""]}, r"stop must be a list of non-empty texts, got \['a', ''\]"),
     ],
 )
 def test_requests_that_mean_nothing(options, message):
@@ -55,6 +65,27 @@ def test_requests_that_never_fit(model, options, message):
         engine.submit(Request(**{"prompt": [5], "max_new_tokens": 3} | options))
     tokens = [token for update in engine.run_until_idle() for token in update.tokens]
     assert tokens == expected(model, GOOD)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: tuple(np.array(ids))])
+def test_ids_of_other_libraries(kind):
+    request = Request(prompt=kind([5, 6]), max_new_tokens=np.int64(3), eos_token_ids=kind([2]))
+    assert request.prompt == (5, 6) and request.eos_token_ids == (2,)
+    assert {*map(type, (*request.prompt, *request.eos_token_ids))} == {int}
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_positions_that_depend_on_other_requests_are_refused(rope):
+    factors = [1.0] * 4 if rope == "longrope" else None
+    options = {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4}
+    options |= {"original_max_position_embeddings": 16}
+    options |= {} if factors is None else {"short_factor": factors, "long_factor": factors}
+    model = make_model(
+        torch.float32, mixer_types=["frac", "attention"], attention_rope_parameters=options
+    )
+    assert model.model.rotary_emb.rope_type == rope
+    with pytest.raises(ValueError, match=f"rope_type '{rope}', whose frequencies depend on"):
+        Engine(model)
 
 
 @pytest.mark.parametrize(

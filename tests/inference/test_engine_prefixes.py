@@ -112,3 +112,15 @@ def test_a_folder_of_a_server_needs_a_budget(model, tmp_path):
     options = serving.ServerOptions(prefix_device_gib=0, prefix_folder=tmp_path)
     with pytest.raises(ValueError, match=r"\(--prefix-disk-gib\) and folder .* got 0 and"):
         serving.make_engine(model, None, options)
+
+
+@torch.no_grad()
+def test_changed_weights_drop_states():
+    """In place, as training does; states of the old weights would give other tokens."""
+    model = make(None)
+    engine, request = make_engine(model), Request(prompt=SYSTEM, max_new_tokens=9)
+    ask(engine, request)
+    for weight in model.parameters():
+        weight.add_(0.05 * torch.randn_like(weight))
+    assert ask(engine, request) == ([expected(model, request)], len(SYSTEM))
+    assert ask(engine, request) == ([expected(model, request)], 0)

@@ -68,6 +68,8 @@ def test_ending(model, ids, late):
     for eos in {int(free[0, 3]), int(free[1, 9]), int(free[2, 0])}:
         options = {"eos_token_id": eos, "pad_token_id": 0, "max_new_tokens": LENGTH}
         assert torch.equal(generator.generate(ids, **options), hugging_face(model, ids, **options))
+    options["eos_token_id"] = [int(free[0, 3]), int(free[1, 9])]
+    assert torch.equal(generator.generate(ids, **options), hugging_face(model, ids, **options))
 
 
 def test_repetition_penalty(model, ids):
@@ -221,3 +223,7 @@ def test_errors(model, ids):
         generator.prefill(ids, torch.ones_like(ids).index_fill(1, torch.tensor([39]), 0))
     with pytest.raises(ValueError, match=r"max_new_tokens must be at least 1, got 0"):
         generator.generate(ids, max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"eos_token_id must be a token id, a list .* got \['a'\]"):
+        generator.generate(ids, max_new_tokens=2, eos_token_id=["a"])
+    with pytest.raises(ValueError, match=r"stop must be StopStrings\(tokenizer, texts\), got"):
+        generator.generate(ids, max_new_tokens=2, stop=["a"])

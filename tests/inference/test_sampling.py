@@ -102,3 +102,16 @@ def test_a_seed_repeats():
 def test_settings_out_of_range(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         SamplingSettings(**{name: value})
+
+
+def test_filters_need_a_temperature():
+    """Greedy choice would ignore them; a change of one setting may imply the other."""
+    for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1}.items():
+        with pytest.raises(ValueError, match=r"need a temperature above 0.*set temperature=1.0"):
+            SamplingSettings(**{name: value})
+        found = SamplingSettings().changed({name: value})
+        assert found.temperature == 1 and getattr(found, name) == value
+        # Someone who asks for the likeliest token gets it.
+        assert found.changed({"temperature": 0}) == SamplingSettings()
+        assert found.changed({"repetition_penalty": 2.0}).temperature == 1
+    assert SamplingSettings().changed({"temperature": 0, "top_p": 0.9}) == SamplingSettings()

@@ -81,6 +81,52 @@ def test_the_model_is_listed(client, sequential_client):
         assert answer.status_code == 200 and model["object"] == "model" and "asked" in model["id"]
 
 
+def test_the_model_by_its_name(asked):
+    """As OpenAI's client retrieves it; a shell adds a slash to the name of a folder."""
+    with client_of(make_app(f"{asked}/", OPTIONS)) as client:
+        (model,) = client.get("/v1/models").json()["data"]
+        assert model["id"] == str(asked)
+        assert client.get(f"/v1/models/{model['id']}").json() == model
+        body = {"prompt": "Once", "max_tokens": 1}
+        assert client.post(TEXT, json=body | {"model": model["id"]}).status_code == 200
+    with client_of(make_app(str(asked), replace(OPTIONS, served_model_name="mine"))) as client:
+        assert client.get("/v1/models/mine").json()["id"] == "mine"
+        assert client.post(TEXT, json=body | {"model": "mine"}).json()["model"] == "mine"
+        for answer in (
+            client.get("/v1/models/other"),
+            client.post(TEXT, json=body | {"model": "other"}),
+        ):
+            message = "this server only has the model mine, got 'other'"
+            assert answer.status_code == 404 and answer.json()["error"]["message"] == message
+
+
+def test_pages_of_other_sites_may_ask(asked):
+    """Browsers first ask whether OpenAI's headers are allowed."""
+    wanted = {"Origin": "http://a.page", "Access-Control-Request-Method": "POST"}
+    wanted["Access-Control-Request-Headers"] = "authorization,content-type"
+    with client_of(make_app(str(asked), replace(OPTIONS, cors=True))) as client:
+        answer = client.options(CHAT, headers=wanted)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("field", ["prompt", "pr\ud800"])
+def test_bytes_that_are_no_text(client, field):
+    body = json.dumps({field: "\ud800"}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    answer = client.post(TEXT, content=body)
+    assert answer.status_code == 400
+    assert "the body must be JSON: 'utf-8' codec can't decode" in answer.text
+
+
+def test_a_failure_in_a_stream_is_its_last_event(client, monkeypatch):
+    def broken(self, ids):
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr("flash_frac.inference.server.app.ShownText.add", broken)
+    body = {"prompt": "Once", "max_tokens": 3, "stream": True}
+    *_, last = events(client.post(TEXT, json=body))
+    assert last["error"]["message"] == "RuntimeError: no text"
+
+
 def test_answers_are_what_openai_describes(client, asked):
     from openai.types import Completion
     from openai.types.chat import ChatCompletion

@@ -199,11 +199,15 @@ def metric(url, name):
 def test_the_client_of_the_document(url, checkpoint):
     """docs/serving.md, as a reader would type it: OpenAI's client, token by token."""
     page = (ROOT / "docs/serving.md").read_text()
-    (block,) = re.findall(r"```python[^\n]*\n(from openai.*?)```", page, re.DOTALL)
-    block = block.replace("http://localhost:8000", url).replace("my-frac", str(checkpoint))
-    names: dict = {}
-    exec(compile(block, "docs/serving.md", "exec"), names)
-    assert names["answer"] == expected(checkpoint, HELLO, 20)
+    text, chat = re.findall(r"```python[^\n]*\n(from openai.*?)```", page, re.DOTALL)
+    prompts = {text: "The memory of", chat: HELLO} if is_ours(checkpoint) else {chat: HELLO}
+    for block, prompt in prompts.items():
+        for name in ("my-frac", "my-chat"):
+            block = block.replace(name, str(checkpoint))
+        names: dict = {}
+        code = block.replace("http://localhost:8000", url)
+        exec(compile(code, "docs/serving.md", "exec"), names)
+        assert names["answer"] == expected(checkpoint, prompt, 20)
 
 
 def test_sigterm_lets_requests_end(server, checkpoint):

@@ -3,7 +3,8 @@
 import pytest
 
 from flash_frac.data import load_tokenizer
-from flash_frac.inference.server.shown_text import ShownText
+from flash_frac.inference.server.shown_text import ShownText, named_token
+from tests.inference.test_text import as_bytes, fallback_tokenizer
 
 TEXT = "héllo wörld, €uro 😀 User: no"
 
@@ -55,3 +56,25 @@ def test_what_may_begin_a_stop_text_is_held_back(tokenizer):
 def test_a_letter_that_never_ends(tokenizer):
     found, _ = parts(tokenizer, ids_of("a€")[:-1], 1)
     assert found[0] == "a" and set(found[-1]) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_bytes_that_are_no_text_after_a_letter(size):
+    """The tokenizer's own stream of Llama's kind of tokens raises there."""
+    tokenizer = fallback_tokenizer()
+    ids = [1, *as_bytes("é"), *(3 + byte for byte in b"\xff\xc3"), 2, *as_bytes("ü"), 2]
+    found, _ = parts(tokenizer, ids, size)
+    text = "".join(found)
+    assert text.startswith("ein") and text.endswith(" Wortü Wort")
+
+
+def test_names_and_bytes_of_tokens():
+    """Bytes that are no text have names of their own, so that each is one key."""
+    known = load_tokenizer("bytes")
+    assert named_token(known, known("a").input_ids[0]) == ("a", b"a")
+    for byte in (0x80, 0xC3, 0xFF):
+        expected = (f"bytes:\\x{byte:02x}", bytes([byte]))
+        assert (
+            named_token(known, 3 + byte) == named_token(fallback_tokenizer(), 3 + byte) == expected
+        )
+    assert len({named_token(known, id) for id in range(3, 259)}) == 256

@@ -192,7 +192,7 @@ def test_settings_go_in_and_out():
     )
     slots.set(4, mine, -(2**63), drawn=7)
     slots.move(4, 1)
-    slots.set(4, SamplingSettings(top_k=2**40), 2**63 - 1)
+    slots.set(4, SamplingSettings(temperature=1.0, top_k=2**40), 2**63 - 1)
     first = slots.rows(2)
     assert len(first) == 2 and first.table.data_ptr() == slots.table.data_ptr()
     row = [getattr(first, name)[1].item() for name in vars(mine)]

@@ -123,6 +123,7 @@ MIXED = {"mixer_types": ["frac", "attention"], "num_hidden_layers": 4}
             {"attention_layers": [0, 3]},
             r"attention_layers is \[1, 3\] there and \[0, 3\] here",
         ),
+        ({"attention_layers": [1, 3]}, {}, r"attention_layers is \[1, 3\] there and None here"),
         (MIXED, {**MIXED, "attention_positions": "none"}, "is rope there and none here"),
         ({**MIXED, "attention_temperature_length": 8}, MIXED, "length is 8 there and None here"),
         ({**MIXED, "mlp_intermediate_size": 24}, MIXED, "intermediate_size is 24 there and None"),

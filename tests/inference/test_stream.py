@@ -278,6 +278,7 @@ def test_select_and_cat(model, stream, ids):
         FracStream.cat([])
 
 
+@pytest.mark.slow
 def test_memory_is_constant():
     """A million tokens do the same in a few seconds more."""
     code = """

@@ -122,4 +122,8 @@ class PrefixFolder:
         """Delete a file; warn if an error is the reason."""
         if error is not None:
             logger.warning(f"deleting a file of folder {self.folder}: {error}")
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        # The engine must not stop because of a folder that cannot be written to.
+        except OSError as problem:
+            logger.warning(f"cannot delete a file of folder {self.folder}: {problem}")

@@ -47,8 +47,8 @@ class PrefixStates:
         host_bytes: budget in host memory, pinned if the device is a GPU. PyTorch rounds each
             pinned allocation up to a power of two; the difference is not counted.
         disk_bytes: budget of the files in `folder`.
-        folder: for snapshots evicted from memory; None for no folder. It belongs to one model, and
-            from `bind`, which reuses the files in it, to `close` to one process.
+        folder: for snapshots evicted from memory; None for no folder. `bind` reuses its files.
+            Between `bind` and `close`, only one model of one process may use it.
         spacing: `wanted` includes every multiple of this; None for no multiples.
 
     Example:
@@ -56,8 +56,7 @@ class PrefixStates:
         >>> found = prefixes.longest(ids)
         >>> if found is not None:
         ...     found.restore(cache, row)
-        >>> # Read the rest of ids into the row, then
-        >>> prefixes.put(ids, cache, row, logits=logits)
+        >>> prefixes.put(ids, cache, row, logits=logits)  # after reading the rest of ids
     """
 
     def __init__(
@@ -80,20 +79,22 @@ class PrefixStates:
         self._fingerprint: dict[str, str] | None = None
         self._folder: PrefixFolder | None = None
 
-    def bind(self, model: FracForCausalLM) -> PrefixStates:
+    def bind(self, model: FracForCausalLM, *, renew: bool = False) -> PrefixStates:
         """Cache states of this model only. Call this before anything else.
 
-        Call it again after a change of the weights: states of other weights are an error.
+        Call it again after a change of the weights: then it fails or, with `renew`, drops states.
         """
         check_model(model)
         here = fingerprint(model)
         if self._fingerprint is not None:
-            if difference := difference_of(self._fingerprint, here):
+            if (difference := difference_of(self._fingerprint, here)) is None:
+                return self
+            if not renew:
                 raise ValueError(
-                    f"model must be the one whose states are cached, but {difference}; create "
-                    "another PrefixStates for it"
+                    f"model must be the one whose states are cached, but {difference}; pass renew"
                 )
-            return self
+            self.clear()
+            self.close()
         cache = SlotCache(empty_cache(model, 1), 1, 0)
         self._shapes = Shapes.of(cache)
         device = next(x.device for x in (*cache.stacks, *cache.column_stacks))

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from transformers.utils import logging
 
 from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request
 from flash_frac.inference.server.answers import Answer, Answers
@@ -25,8 +27,10 @@ from flash_frac.inference.server.leaving import wait_until_gone
 from flash_frac.inference.server.metrics import Metrics
 from flash_frac.inference.server.prompts import Defaults, make_request, read_prompt
 from flash_frac.inference.server.requests import is_callers_mistake, request_problem, unanswerable
-from flash_frac.inference.server.shown_text import ShownText
+from flash_frac.inference.server.shown_text import ShownText, named_token
 from flash_frac.models.loading import one_line
+
+logger = logging.get_logger(__name__)
 
 PATHS = {
     "/v1/chat/completions": "chat",
@@ -58,6 +62,16 @@ class Service:
         self.metrics = Metrics()
         self.answers = Answers(self.engine, self.metrics)
 
+    def check_name(self, name: Any) -> None:
+        """404 for a model that this server does not have, as OpenAI's answers."""
+        if name != self.name:
+            raise HTTPException(404, f"this server only has the model {self.name}, got {name!r}")
+
+    def about(self) -> dict[str, Any]:
+        """The served model, as /v1/models shows it."""
+        model = {"id": self.name, "object": "model", "created": self.created}
+        return model | {"owned_by": "flash-frac"}
+
 
 def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None]) -> Starlette:
     """Build the application.
@@ -78,8 +92,11 @@ def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
 
     async def models(_: HttpRequest) -> Response:
-        model = {"id": service.name, "object": "model", "created": service.created}
-        return JSONResponse({"object": "list", "data": [model | {"owned_by": "flash-frac"}]})
+        return JSONResponse({"object": "list", "data": [service.about()]})
+
+    async def one_model(http: HttpRequest) -> Response:
+        service.check_name(http.path_params["name"])
+        return JSONResponse(service.about())
 
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(service.metrics.text(service.engine))
@@ -96,8 +113,12 @@ def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/v1/models", models, methods=["GET", "OPTIONS"]),
+        # Names of checkpoints contain slashes.
+        Route("/v1/models/{name:path}", one_model, methods=["GET", "OPTIONS"]),
     ]
-    everyone = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
+    everyone = Middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
+    )
     app = Starlette(
         routes=routes,
         middleware=[everyone] if cors else [],
@@ -126,10 +147,10 @@ def _handler(service: Service, kind: str) -> Callable[[HttpRequest], Awaitable[R
     async def answer(http: HttpRequest) -> Response:
         body = await _read_body(http)
         problem = request_problem(kind, body, service.tokenizer) or unanswerable(kind, body)
-        if problem is None and body.get("model") not in (None, service.name):
-            problem = f"this server only has the model {service.name}, got {body['model']!r}"
         if problem is not None:
             raise HTTPException(400, problem)
+        if body.get("model") is not None:
+            service.check_name(body["model"])
         request = await asyncio.to_thread(_translate, service, kind, body)
         options = body.get("stream_options") or {}
         name = http.headers.get("x-request-id") or uuid.uuid4().hex
@@ -141,10 +162,10 @@ def _handler(service: Service, kind: str) -> Callable[[HttpRequest], Awaitable[R
 
 async def _read_body(http: HttpRequest) -> dict[str, Any]:
     try:
-        content = await http.body()
+        content = (await http.body()).decode("utf-8-sig")
         body = json.loads(content)
         # JSON can contain a lone surrogate, which is not valid text and which no tokenizer accepts.
-        if b"\\ud" in content.lower():
+        if "\\ud" in content.lower():
             json.dumps(body, ensure_ascii=False).encode()
     except ValueError as error:
         raise HTTPException(400, f"the body must be JSON: {error}") from error
@@ -216,6 +237,16 @@ class _Reply(Response):
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        try:
+            await self._write_events(answer, write)
+        except Exception as error:
+            # The status is sent, so only an event can still say it.
+            logger.exception("a streamed answer failed")
+            await write(
+                event(error_fields(one_line(f"{type(error).__name__}: {error}"), 500)), False
+            )
+
+    async def _write_events(self, answer: Answer, write: Callable[..., Awaitable[None]]) -> None:
         if opening := self.body_of.opening():
             await write(opening)
         async for taken in answer.parts():
@@ -239,8 +270,8 @@ class _Reply(Response):
         """Each token as text with its logprob and the likeliest tokens, if requested."""
         if self.request.logprobs is None:
             return None
-        decode = self.service.tokenizer.decode
+        named = partial(named_token, self.service.tokenizer)
         return [
-            Token(decode([id]), value, [(decode([other]), x) for other, x in others])
+            Token(*named(id), value, [(*named(other), x) for other, x in others])
             for id, value, others in zip(ids, values, top, strict=True)
         ]

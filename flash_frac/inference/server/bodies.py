@@ -16,11 +16,12 @@ DONE = "data: [DONE]\n\n"
 
 
 class Token(NamedTuple):
-    """A token as text, its logprob, and the likeliest tokens with theirs."""
+    """A token's name, bytes and logprob, and the likeliest tokens with theirs."""
 
     text: str
+    bytes: bytes
     logprob: float
-    top: Sequence[tuple[str, float]] = ()
+    top: Sequence[tuple[str, bytes, float]] = ()
 
 
 class Usage(NamedTuple):
@@ -125,19 +126,18 @@ def _finite(logprob: float) -> float:
 def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Log-probabilities in the format of chat completions."""
 
-    def named(text: str, value: float) -> dict[str, Any]:
-        return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+    def named(text: str, content: bytes, value: float) -> dict[str, Any]:
+        return {"token": text, "logprob": _finite(value), "bytes": list(content)}
 
     content = [
-        named(token.text, token.logprob) | {"top_logprobs": [named(*x) for x in token.top]}
-        for token in tokens
+        named(*token[:3]) | {"top_logprobs": [named(*x) for x in token.top]} for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
 def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Log-probabilities in the format of completions."""
-    top = [{text: _finite(value) for text, value in token.top} for token in tokens]
+    top = [{text: _finite(value) for text, _, value in token.top} for token in tokens]
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],

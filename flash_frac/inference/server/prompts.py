@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers.utils import logging
@@ -147,9 +146,9 @@ def make_request(body: dict[str, Any], prompt: Prompt, defaults: Defaults) -> Re
     named = (body.get(name) for name in _LENGTHS)
     length = next((number for number in named if number is not None), None)
     if length is None:
-        length = defaults.max_new_tokens
-        if defaults.max_length is not None:
-            length = max(1, min(length, defaults.max_length - len(prompt.ids)))
+        length, limits = defaults.max_new_tokens, (body.get("max_length"), defaults.max_length)
+        for most in (limit for limit in limits if limit is not None):
+            length = max(1, min(length, most - len(prompt.ids)))
     stop = defaults.stop if body.get("stop") is None else body["stop"] or ()
     eos = body.get("eos_token_ids", defaults.eos_token_ids)
     return Request(
@@ -169,11 +168,7 @@ def sampling_of(body: dict[str, Any], default: SamplingSettings) -> SamplingSett
 
     Example: `sampling_of({"top_p": 0.9}, GREEDY).temperature == 1.0`
     """
-    named = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    draws = any(name in named for name in ("top_k", "top_p", "min_p"))
-    if draws and "temperature" not in named and default.temperature == 0:
-        named["temperature"] = 1.0
-    return replace(default, **named)
+    return default.changed({name: body[name] for name in _SAMPLING if body.get(name) is not None})
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:
@@ -202,6 +197,9 @@ def _of_generation_config(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(settings.sampling, name) for name in _SAMPLING}
     if settings.max_new_tokens is not None:
         found["max_tokens"] = settings.max_new_tokens
+    elif settings.max_length is not None:
+        # Not a field of requests: make_request alone reads it.
+        found["max_length"] = settings.max_length
     if settings.stop:
         found["stop"] = list(settings.stop)
     if config.eos_token_id is not None:

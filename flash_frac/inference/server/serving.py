@@ -25,6 +25,8 @@ from flash_frac.models.loading import (
 
 GIB = 2**30
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Those of uvicorn.
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 _BUDGETS = ("prefix_device_gib", "prefix_host_gib", "prefix_disk_gib")
 # Maximum seconds that the engine's thread waits for the GIL while the event loop is busy. Python's
 # default, 5 ms, is as long as a step.
@@ -38,6 +40,7 @@ class ServerOptions:
     Attributes:
         host, port: address to listen on.
         device: auto, cpu, cuda or cuda:1; auto uses a GPU if there is one.
+        served_model_name: name of the model in the API; by default, the checkpoint as given.
         dtype: dtype of the weights; auto keeps that of the checkpoint.
         quantize: int8 or fp8 for 8-bit weights; None keeps them as they are.
         slots, max_length, piece, max_waiting: as in `Engine`.
@@ -55,6 +58,7 @@ class ServerOptions:
 
     host: str = "localhost"
     port: int = 8000
+    served_model_name: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     quantize: str | None = None
@@ -76,6 +80,10 @@ class ServerOptions:
             raise ValueError(
                 f"dtype must be auto or one of {', '.join(DTYPES)}, got {self.dtype!r}; for "
                 "weights of 8 bits use quantize"
+            )
+        if self.log_level.lower() not in LOG_LEVELS:
+            raise ValueError(
+                f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}"
             )
         for name in (*_BUDGETS, "shutdown_timeout"):
             if getattr(self, name) < 0:
@@ -129,14 +137,16 @@ def make_app(checkpoint: str, options: ServerOptions, *, tokenizer: Any = None) 
     model = load_model(found, dtype=dtype, quantize=options.quantize).to(device).eval()
     engine = make_engine(model, tokenizer, options)
     settings = settings_of(model.generation_config)
+    lengths = [engine.max_length, None if settings.max_new_tokens else settings.max_length]
     defaults = Defaults(
         sampling=settings.sampling,
         eos_token_ids=settings.eos_token_ids,
         max_new_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS,
-        max_length=engine.max_length,
+        max_length=min((length for length in lengths if length is not None), default=None),
         stop=settings.stop,
     )
-    service = Service(checkpoint, engine, tokenizer, defaults, created=int(time.time()))
+    served = options.served_model_name or checkpoint.rstrip("/")
+    service = Service(served, engine, tokenizer, defaults, created=int(time.time()))
     engine.start()
 
     def end() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from tokenizers.decoders import DecodeStream
+from transformers.utils import logging
 
-from flash_frac.inference.text import BROKEN, text_decoder
+from flash_frac.inference.text import BROKEN, CONTEXT, Decode, TextTail, text_decoder
+
+logger = logging.get_logger(__name__)
 
 
 class _Steps(Protocol):
@@ -28,7 +33,9 @@ class ShownText:
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = text_decoder(tokenizer), tuple(stops)
         core = getattr(tokenizer, "backend_tokenizer", None)
-        self._steps: _Steps = _AllAgain(self._decode) if core is None else _Quick(core)
+        self._steps: _Steps = (
+            _AllAgain(self._decode) if core is None else _Quick(core, self._decode)
+        )
         self.ids: list[int] = []
         # All decoded text, its end that is held back, and whether a stop text was found.
         self._pieces: list[str] = []
@@ -69,13 +76,33 @@ def _begun(text: str, stop: str) -> int:
 
 
 class _Quick:
-    """Uses the tokenizer's own decode stream, which looks only at the last few tokens."""
+    """Uses the tokenizer's own decode stream, which looks only at the last few tokens.
 
-    def __init__(self, core: Any) -> None:
+    Tokenizers with single bytes as tokens (Llama's) show a character otherwise once bytes that are
+    no text follow it. Their decode stream then raises; `TextTail` goes on from there.
+    """
+
+    def __init__(self, core: Any, decode: Decode) -> None:
         self._core, self._stream = core, DecodeStream(skip_special_tokens=True)
+        self._decode, self._last = decode, []
+        self._tail: TextTail | None = None
 
     def step(self, ids: list[int]) -> str | None:
-        return self._stream.step(self._core, ids)
+        if self._tail is None:
+            before, self._last = self._last, (self._last + ids)[-CONTEXT:]
+            try:
+                return self._stream.step(self._core, ids)
+            # Rust raises a bare Exception.
+            except Exception as error:
+                if "Invalid prefix" not in str(error):
+                    raise
+                logger.debug(f"decoding otherwise from here: {error}")
+                self._tail = TextTail().skip(before, self._decode)
+        pieces = []
+        for id in ids:
+            piece, self._tail = self._tail.take(id, self._decode)
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 class _AllAgain:
@@ -91,3 +118,33 @@ class _AllAgain:
             return None
         fresh, self._shown = text[len(self._shown) :], text
         return fresh
+
+
+def named_token(tokenizer: Any, id: int) -> tuple[str, bytes]:
+    """A token's name in logprobs and its bytes; bytes that are no text are named bytes:\\xd3.
+
+    Example: `named_token(tokenizer, 17) == (" the", b" the")`
+    """
+    text = tokenizer.decode([id])
+    if BROKEN not in text:
+        return text, text.encode()
+    found = _bytes_of(tokenizer.convert_ids_to_tokens(id))
+    if found is None:
+        return text, text.encode()
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), found
+
+
+def _bytes_of(token: str) -> bytes | None:
+    """The bytes of a token in the vocabulary, written as Llama's or as GPT-2's tokenizers do."""
+    if match := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(match[1])
+    letters = _letters()
+    return bytes(letters[x] for x in token) if set(token) <= set(letters) else None
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
