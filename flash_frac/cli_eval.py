@@ -25,6 +25,8 @@ evals = typer.Typer(
     cls=_RunByDefault,
     no_args_is_help=True,
     help="Run the paper's benchmarks on a checkpoint.\n\n"
+    "`frac eval CHECKPOINT` is short for `frac eval run CHECKPOINT`; `frac eval run --help` lists "
+    "the options.\n\n"
     "Example: frac eval my-frac --suite niah,recall",
 )
 SuiteNames = Annotated[

@@ -20,7 +20,10 @@ def plan(
     ],
     gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)] = 1,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="Memory of each GPU in GiB; default: that of --gpu.")
+        float | None,
+        typer.Option(
+            "--gpu-memory", "--gpu_memory", help="Memory of each GPU in GiB; default: of --gpu."
+        ),
     ] = None,
     gpu: Annotated[
         str, typer.Option(help="GPU type: H200, H100, 'H100 PCIe', A100, L40S or B200.")
@@ -29,7 +32,7 @@ def plan(
     """Predict the memory, speed, time and disk of a run, before it starts.
 
     It accepts the fields of `frac train`. If the run does not fit, it says what to change, and the
-    exit status is 1. No text is read or downloaded, and nothing is started.
+    exit status is 1. Nothing is downloaded or started.
 
     Example: frac plan frac-1.3b --gpus 16 --gpu-memory 80
     """

@@ -19,7 +19,10 @@ def train(
         ),
     ],
     dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Show the plan and the first batch, then stop.")
+        bool,
+        typer.Option(
+            "--dry_run", "--dry-run", help="Show the plan and the first batch, then stop."
+        ),
     ] = False,
 ) -> None:
     """Train a model from a recipe, or resume its run.

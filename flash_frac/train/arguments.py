@@ -31,6 +31,11 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "max_grad_norm", "label_smoothing_factor", "memory_law_steps",
 )  # fmt: skip
+# Those of torch's checkpoint function, and our policy.
+_CHECKPOINTING_KEYS = (
+    *("policy", "use_reentrant", "preserve_rng_state", "determinism_check", "debug"),
+    *("context_fn", "early_stop"),
+)
 # Trainer reads these keys and ignores all others.
 _FSDP_KEYS = (
     "version", "reshard_after_forward", "cpu_offload", "activation_checkpointing",
@@ -219,6 +224,11 @@ class FracTrainingArguments(TrainingArguments):
 
     def _check_mappings(self) -> None:
         kwargs = self.gradient_checkpointing_kwargs
+        for key in kwargs if isinstance(kwargs, dict) else ():
+            if key not in _CHECKPOINTING_KEYS:
+                known = f"the keys are {', '.join(_CHECKPOINTING_KEYS)}"
+                hint = did_you_mean(key, _CHECKPOINTING_KEYS, known)
+                raise ValueError(f"gradient_checkpointing_kwargs has no key {key}{hint}")
         if isinstance(kwargs, dict) and "policy" in kwargs:
             policy_of(kwargs)
             if not self.gradient_checkpointing:

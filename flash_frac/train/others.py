@@ -14,7 +14,12 @@ from typing import Any
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    PreTrainedConfig,
+)
 
 from flash_frac.models import FracConfig
 from flash_frac.models.fields import did_you_mean
@@ -50,8 +55,19 @@ def make_config(
     """A configuration from the content of a config.json, with overrides for some fields."""
     if issubclass(kind, FracConfig):
         return kind.from_dict(dict(values), **overrides)
+    stated = {**values, **overrides}
+    if stated.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits must be false: the loss of the router would not be trained"
+        )
+    # Bidirectional families have causal heads too, which see what follows unless told otherwise.
+    if kind in MODEL_FOR_MASKED_LM_MAPPING and not stated.get("is_decoder"):
+        raise ValueError(
+            f"model_type {kind.model_type!r} sees the tokens that it should predict: set "
+            "is_decoder to true in its config.json, or choose a causal family"
+        )
     try:
-        return kind(**{k: v for k, v in {**values, **overrides}.items() if k != "model_type"})
+        return kind(**{k: v for k, v in stated.items() if k != "model_type"})
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
 

@@ -290,7 +290,7 @@ def _evaluation_changes(setup: Setup, gpu_memory: float) -> dict[str, Any]:
     """A smaller evaluation batch, if evaluation does not fit."""
     if not setup.is_frac:
         return {}
-    for batch in (setup.eval_batch or 1, *_halves(setup.eval_batch or 1)):
+    for batch in (setup.eval_batch or 1, *_divisors(setup.eval_batch or 1)):
         moments = memory_of(replace(setup, eval_batch=batch)).moments
         if fits(Memory({"evaluation": moments["evaluation"]}), gpu_memory):
             return {} if batch == (setup.eval_batch or 1) else {"eval_batch": batch}
@@ -324,16 +324,14 @@ def _changes(setup: Setup) -> Iterator[dict[str, Any]]:
         base += [{**changes, "recompute": True} for changes in base]
     for changes in base:
         yield dict(changes)
-        for batch in _halves(setup.batch):
+        for batch in _divisors(setup.batch):
             factor = setup.batch // batch
             yield {"batch": batch, "accumulation": setup.accumulation * factor, **changes}
 
 
-def _halves(number: int) -> Iterator[int]:
-    """Halve a number for as long as it is even."""
-    while number % 2 == 0:
-        number //= 2
-        yield number
+def _divisors(number: int) -> Iterator[int]:
+    """The divisors below a number, the largest first."""
+    yield from (n for n in range(number // 2, 0, -1) if number % n == 0)
 
 
 def _data_line(steps: int | None, setup: Setup, available: int | None, where: str) -> str:

@@ -79,7 +79,8 @@ class Recipe:
         }
 
 
-# If the command line sets the field on the left, those on the right are dropped from the recipe.
+# If the command line sets the field on the left, those on the right are dropped from the recipe;
+# so are those of a base, if a recipe does.
 _REPLACES = {
     "data_files": (
         *("prepared_data", "dataset_name", "dataset_config", "streaming"),
@@ -90,6 +91,8 @@ _REPLACES = {
         *(*PREPARED_FIELDS, *STREAM_FIELDS),
     ),
     "held_out_files": ("held_out_documents",),
+    "held_out_documents": ("held_out",),
+    "num_train_epochs": ("max_steps",),
     "dataset_name": ("data_files", "prepared_data"),
     "config_name": ("model_name_or_path",),
     "model_name_or_path": ("config_name", "config_overrides"),
@@ -206,6 +209,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: base {base} has a base itself; name that one instead")
     if isinstance(config := before.get("config_name"), str) and "config_name" not in values:
         before["config_name"] = str(find_config(config, base.parent))
+    for name in values:
+        for other in _REPLACES.get(name, ()):
+            before.pop(other, None)
     return before | values
 
 

@@ -49,6 +49,11 @@ RUN_NAME = "run.json"
 # Settings that determine the sequences of a step, and the model: a run only resumes if they are
 # unchanged. Trainer changes use_cache, which does not matter here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
+# Settings that a checkpoint's optimizer and scheduler keep, so a resumed run cannot change them.
+_OPTIMIZER = (
+    *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+)
 _NOT_DATA = ("cache_dir", "add_bos_token")
 _NOT_MODEL = ("use_cache",)
 
@@ -254,7 +259,9 @@ def _resume_point(
     """The checkpoint to resume from, if the folder holds one of the same run."""
     asked = recipe.training.resume_from_checkpoint
     if asked is not None:
-        return check_asked(Path(asked))
+        found = check_asked(Path(asked))
+        _check_optimizer(recipe, found.parent / RUN_NAME)
+        return found
     last = checkpoints.last_checkpoint(folder)
     if last is None or not (folder / RUN_NAME).exists():
         return newest_whole(folder)
@@ -270,7 +277,27 @@ def _resume_point(
             f"{RUN_NAME}: choose another output_dir, or resume it anyway with "
             f"--resume_from_checkpoint {last}"
         )
+    _check_optimizer(recipe, folder / RUN_NAME)
     return newest_whole(folder)
+
+
+def _check_optimizer(recipe: Recipe, path: Path) -> None:
+    """ValueError if settings differ from those of the run of this file, and would not act."""
+    if not path.exists():
+        return
+    before = read_object(path, {}).get("recipe", {}).get("training", {})
+    now = json.loads(json.dumps(recipe.training.to_dict(), default=str))
+    changed = [
+        f"{name} {before[name]!r} -> {now[name]!r}"
+        for name in _OPTIMIZER
+        if name in before and before[name] != now[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"{'; '.join(changed)}: a run that resumes keeps the optimizer and the schedule of its "
+            "checkpoint. Restore the settings, or start a run from its weights with "
+            "--model_name_or_path and another --output_dir"
+        )
 
 
 def _content(recipe: Recipe, splits: Any, resume: Path | None, folder: Path) -> str | None:

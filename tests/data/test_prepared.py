@@ -32,6 +32,8 @@ from tests.commands import frac
 from tests.data.test_cache import TEXTS, read, write_jsonl
 from tests.test_full_disk import files_of_at_most
 
+ONE_OR_TWO = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+
 
 def run(arguments, out, *, processes=1, shard_characters=600):
     options = {"processes": processes, "shard_characters": shard_characters, "progress": False}
@@ -108,7 +110,7 @@ def test_without_held_out(arguments, tmp_path):
     assert data.held_out is None and read(data.train) == TEXTS
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@ONE_OR_TWO
 def test_a_dataset(tmp_path, processes):
     folder = tmp_path / "set"
     folder.mkdir()
@@ -217,7 +219,7 @@ def test_a_killed_preparation_goes_on(tmp_path):
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@ONE_OR_TWO
 def test_an_error_stops_all_processes_and_keeps_shards(tmp_path, processes):
     source = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": text}) for text in TEXTS]

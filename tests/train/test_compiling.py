@@ -77,7 +77,10 @@ BLOCKS = ("--compile_blocks", "true")
 WHOLE = ("--torch_compile_backend", "aot_eager", "--gradient_checkpointing", "true")
 
 
-@pytest.mark.parametrize("arguments", [BLOCKS, WHOLE], ids=["blocks", "whole, recomputed"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(BLOCKS, id="blocks"), pytest.param(WHOLE, id="whole", marks=pytest.mark.slow)],
+)
 def test_sharded(write_recipe, tmp_path, arguments):
     layers = {**MIXED, "mixer_types": ["frac", "sliding_attention"], "num_hidden_layers": 2}
     changes = {"separate_documents": True, "config_overrides": layers}

@@ -86,6 +86,7 @@ def test_sharded(compare, tmp_path):
     resume_is_exact(2, path, folder, *SHARDED)
 
 
+@pytest.mark.slow
 def test_sharded_with_whole_checkpoints(compare):
     """As `fsdp` alone has it: each is a folder for from_pretrained, and can be resumed.
 

@@ -98,6 +98,7 @@ def test_the_line_of_the_page_for_several_nodes(text_folder, tmp_path):
     check(done.stdout, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_script_for_slurm(text_folder, tmp_path, tmp_path_factory):
     """As Slurm would run it on one node of two, whose programs are stand-ins."""
     assert subprocess.run(["bash", "-n", SCRIPT]).returncode == 0

@@ -168,6 +168,8 @@ def test_a_run_that_does_not_fit_says_what_to_change():
         ("", 1, 16, "weights and optimizer alone do not fit: use more GPUs with fsdp"),
         ("--sequence_length=4194304", 16, 80, "no batch fits: lower sequence_length"),
         ("--per_device_eval_batch_size=512", 16, 80, "per_device_eval_batch_size to "),
+        # No half of it is whole.
+        ("--per_device_train_batch_size=15", 16, 40, "per_device_train_batch_size to [1-5], "),
     ):
         found = plan("frac-1.3b", *words.split(), gpus=gpus, gpu_memory=memory)
         assert not found.fits

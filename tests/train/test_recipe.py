@@ -64,6 +64,20 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
     assert recipe.data.held_out_documents is None and recipe.data.shuffle_buffer == 9
     recipe = load_recipe(path, ["--model-name-or-path=x"])
     assert recipe.model.model_name_or_path == "x" and recipe.model.config_name is None
+    # Trainer would let the recipe's max_steps win.
+    plain = write_recipe(max_steps=7)
+    assert load_recipe(plain, ["--num_train_epochs", "2"]).training.max_steps == -1
+    stream = {"streaming": True, "dataset_name": "someone/books", "data_files": None}
+    shares = write_recipe(held_out=0.05, **stream)
+    recipe = load_recipe(shares, ["--held_out_documents", "9"])
+    assert (recipe.data.held_out, recipe.data.held_out_documents) == (0, 9)
+
+
+def test_a_recipe_replaces_what_its_base_has(write_recipe, tmp_path):
+    base = write_recipe(max_steps=7)
+    (tmp_path / "own.yaml").write_text(f"base: {base.name}\nnum_train_epochs: 2\n")
+    training = load_recipe(tmp_path / "own.yaml").training
+    assert training.max_steps == -1 and training.num_train_epochs == 2
 
 
 @pytest.mark.parametrize(
@@ -71,6 +85,11 @@ def test_a_source_on_the_command_line_replaces_the_other(write_recipe):
     [
         ({"learning_rte": 1}, [], r"unknown key learning_rte; did you mean learning_rate\?"),
         ({}, ["--max_step=3"], r"unknown key max_step; did you mean max_steps\?"),
+        (
+            {"gradient_checkpointing_kwargs": {"polcy": "cheap"}},
+            [],
+            r"gradient_checkpointing_kwargs has no key polcy; did you mean policy\?",
+        ),
         ({"learning_rate": "much"}, [], "learning_rate.*: invalid float value: 'much'"),
         ({"max_steps": 1.5}, [], "max_steps.*: invalid int value: '1.5'"),
         ({"eval_strategy": "often"}, [], "--eval_strategy"),
@@ -169,6 +188,8 @@ def test_a_configuration_of_another_model(write_recipe, tmp_path):
     (tmp_path / "other").mkdir()
     for text, message in (
         ('{"model_type": "qwen3", "head_dims": 8}', "config_name .*: Qwen3Config has no field"),
+        ('{"model_type": "bert"}', "'bert' sees the tokens that it should predict: set is_decoder"),
+        ('{"model_type": "mixtral", "output_router_logits": true}', "output_router_logits must be"),
         ('{"n_layer": 3}', r"no field n_layer; did you mean num_hidden_layers\?"),
         ('{"tool_version": 3}', r"no field tool_version; see help\(FracConfig\)"),
         ("{", r"config_name: .*config\.json is not JSON: Expecting property name"),

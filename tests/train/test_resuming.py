@@ -196,6 +196,20 @@ def test_another_recipe_does_not_go_on_with_a_run(write_recipe, tmp_path):
         train(load_recipe(write_recipe(resume_from_checkpoint=str(tmp_path))))
 
 
+def test_a_run_keeps_its_optimizer(write_recipe):
+    """A checkpoint has its settings, and changed ones would not act."""
+    path = write_recipe(max_steps=2, save_steps=2)
+    train(load_recipe(path))
+    folder = load_recipe(path).training.output_dir
+    for changes in (["--learning_rate", "0.5"], ["--optim", "sgd"], ["--weight_decay", "9"]):
+        name = changes[0].removeprefix("--")
+        asked = ["--resume_from_checkpoint", f"{folder}/checkpoint-2"]
+        for more in ([], asked):
+            with pytest.raises(ValueError, match=rf"^{name} .* -> .*keeps the optimizer"):
+                train(load_recipe(path, ["--max_steps", "4", *changes, *more]))
+    assert train(load_recipe(path, ["--max_steps", "4"])).history[-1]["step"] == 4
+
+
 @pytest.mark.parametrize("source", ["data_files", "dataset_name", "streaming"])
 def test_a_run_does_not_go_on_with_other_text(write_recipe, tmp_path, source):
     """Its path is the same, and so is the number of documents."""
