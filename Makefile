@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Two processes; an idle one takes over tests of the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) -k "kernels or triton" tests/kernels tests/ops tests/layers
 # Python compiles the modules that are used when they are used; compiling all takes 44 CPU seconds.
 INSTALL := -m pip install --quiet --no-compile
 
@@ -16,7 +17,7 @@ TOOLS := build/tools
 DOCS := build/docs-tools
 TORCH := $(shell grep '^torch==' constraints-cpu.txt)
 
-.PHONY: quickstart test test-slow test-gpu test-hf test-faults lint types bench bench-model figures screenshots clean
+.PHONY: quickstart test test-plain test-interpreted test-slow test-gpu test-hf test-faults lint types bench bench-model figures screenshots clean
 .PHONY: docs lock audit sbom package-check release-check
 
 # The environment is rebuilt only when its requirements change. LOCKED=1, as in CI, installs the
@@ -43,11 +44,19 @@ quickstart: $(VENV)/quickstart  ## train a small model on an embedded text, and 
 	$(BIN)/frac quickstart
 
 test: lint types docs           ## lint, types, documentation and all tests, as in CI
+	MAKEFLAGS= $(MAKE) --jobs 2 test-plain test-interpreted
+
+test-plain: $(VENV)/ready
 	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) -k "kernels or triton" tests/kernels tests/ops tests/layers
+
+# One process beside the two of test-plain, which often wait. Its output comes at the end.
+test-interpreted: $(VENV)/ready
+	mkdir -p build
+	$(INTERPRETED) -n 1 > build/interpreted.log 2>&1; status=$$?; cat build/interpreted.log; exit $$status
 
 test-slow: $(VENV)/ready        ## the tests marked slow, which `make test` leaves out
 	$(PYTEST) -m slow
+	$(INTERPRETED) -m slow
 
 test-gpu: $(VENV)/ready         ## the kernels, and all tests marked gpu, on this machine's GPU
 	$(BIN)/python -m pytest tests/kernels tests/ops/test_contracts.py tests/layers
