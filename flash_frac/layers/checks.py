@@ -25,6 +25,18 @@ def can_be_read(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def state_fits(mixer: FracMixer, num: int, state: MixerState | None) -> bool:
+    """Whether a state is None, or one of `num` sequences, so that kernels may read it unchecked."""
+    if state is None:
+        return True
+    heads, channels = mixer.num_heads, mixer.head_dim
+    return (
+        state.recurrent.shape == (num, heads, mixer.num_modes, channels)
+        and state.recurrent.dtype == torch.float32
+        and state.conv.shape == (num, heads * channels, mixer.conv_kernel - 1)
+    )
+
+
 def check_mask(mask: Tensor) -> None:
     """Raise a ValueError unless a mask is 1 at tokens and 0 at padding; this waits for a GPU.
 

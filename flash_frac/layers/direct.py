@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_frac.layers.checks import state_fits
 from flash_frac.layers.mixer import FracMixer
 from flash_frac.layers.norm import RMSNorm
 from flash_frac.layers.state import MixerState
@@ -34,15 +35,8 @@ def reads_directly(
         and not torch.compiler.is_compiling()
         and FEWEST_TAPS <= mixer.conv_kernel <= MOST_TAPS
         and max(mixer.num_heads * mixer.head_dim, mixer.hidden_size) <= MOST_WIDTH
-        and (state is None or _fits(mixer, x, state))
+        and state_fits(mixer, x.shape[0], state)
         and mixer.runs_directly(x, norm)
-    )
-
-
-def _fits(mixer: FracMixer, x: Tensor, state: MixerState) -> bool:
-    batch, heads, channels = x.shape[0], mixer.num_heads, mixer.head_dim
-    return state.recurrent.shape == (batch, heads, mixer.num_modes, channels) and (
-        state.conv.shape == (batch, heads * channels, mixer.conv_kernel - 1)
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_frac.layers.base import RecurrentMixer
+from flash_frac.layers.body import train_body, trains_at_once
 from flash_frac.layers.checks import check_inputs
 from flash_frac.layers.conv import CausalConv1d
 from flash_frac.layers.norm import GatedRMSNorm, ModeRMSNorm, RMSNorm
@@ -232,8 +233,14 @@ class FracMixer(RecurrentMixer):
         Returns:
             y (B, T, E), and the state of the N sequences after their last real token.
         """
-        u, gate, controls, window = self.scan_inputs(
-            x, state=state, attention_mask=attention_mask, cu_seqlens=cu_seqlens, elapsed=elapsed
+        check_inputs(self, {"conv1d": self.conv1d}, x, state, attention_mask, cu_seqlens, elapsed)
+        projected = self.in_proj(x)
+        is_plain = attention_mask is None and elapsed is None
+        if is_plain and trains_at_once(self, projected, state, cu_seqlens):
+            z, state = train_body(self, projected, state, cu_seqlens)
+            return self.out_proj(z), state
+        u, gate, controls, window = self._split(
+            projected, state, attention_mask, cu_seqlens, elapsed
         )
         recurrent = None if state is None else state.recurrent
         if x.shape[1] == 1 and cu_seqlens is None and recurrent is not None:
@@ -267,7 +274,18 @@ class FracMixer(RecurrentMixer):
     ) -> MixerInputs:
         """Projection, convolution and controls: everything in `forward` before the scan."""
         check_inputs(self, {"conv1d": self.conv1d}, x, state, attention_mask, cu_seqlens, elapsed)
-        inner_x, gate = self.in_proj(x).chunk(2, -1)
+        return self._split(self.in_proj(x), state, attention_mask, cu_seqlens, elapsed)
+
+    def _split(
+        self,
+        projected: Tensor,
+        state: MixerState | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        elapsed: Tensor | None,
+    ) -> MixerInputs:
+        """`scan_inputs` from the outputs (B, T, 2 I) of in_proj."""
+        inner_x, gate = projected.chunk(2, -1)
         before = None if state is None else state.conv
         if self.context_group is not None:
             before = window_before(

@@ -160,12 +160,12 @@ def _frac(config: FracConfig, size: int, batch: Batch, tuning: Tuning) -> Layer:
         "out_norm(y)": size * inner,
         **_control_options(config),
     }
-    # The peak is in the scan: gradients of y, gate and (twice) u, states before chunks, partial
-    # sums over channels, and gradients of the weights; y and its norm are freed by then.
+    # The peak is in the scan: gradients of y, u, and x with gate, states before chunks, partial sums
+    # over channels, and gradients of the weights; the norm of y is freed by then.
     parts = ceil(channels / tuning.gradient.channels)
     sums = parts * heads * (size * SCAN_CHUNK + 8 * block + 4 * block / SCAN_CHUNK)
     states = size * inner * block / SCAN_CHUNK
-    working = 4 * size * inner + states + sums + 12 * heads * modes - 2 * size * inner
+    working = 4 * size * inner + states + sums + 12 * heads * modes - size * inner
     chunks = ceil(batch.tokens / SCAN_CHUNK)
     walks = chunks * heads * ceil(channels / tuning.output.channels)
     segments = ceil(chunks / ceil(walks / tuning.programs))

@@ -70,7 +70,8 @@ def scan(dtype, *, time=64, packed=False, modes=M, channels=64):
     bounds = torch.tensor([0, 7, time]) if packed else None
     initial = empty(2, 2, modes, channels) if packed else None
     y, final, *kept = scan_op.kernel(*inputs, initial, bounds)
-    scan_backward_op.kernel(y, final if packed else None, *inputs, initial, *kept, bounds)
+    skip = empty(2, channels) if packed else None
+    scan_backward_op.kernel(y, final if packed else None, *inputs, initial, *kept, bounds, skip)
 
 
 def step(dtype):
@@ -126,7 +127,9 @@ def conv(dtype, *, time=64, packed=False, window=True, taps=4, channels=H * D):
     bias = empty(channels) if window else None
     inputs = (x, empty(channels, 1, taps), bias, old, bounds, sequence)
     u, new = conv_op.kernel(*inputs)
-    conv_backward_op.kernel(u, new if window else None, *inputs)
+    both = empty(1, time, 2 * channels, dtype=dtype)
+    dx = both.chunk(2, -1)[0] if window else None
+    conv_backward_op.kernel(u, new if window else None, *inputs, dx)
     if not packed:
         masked_conv_op.kernel(*inputs[:4], torch.ones(1, time, dtype=torch.bool))
 
@@ -137,7 +140,8 @@ def norms(dtype, *, time=64, size=H * D, skip=False):
     gate = both.to(dtype).chunk(2, -1)[1]
     direct = (empty(H, size // H), x) if skip else (None, None)
     arguments = (x, gate, weight, *direct, 1e-6, 0.5)
-    gated_norm_backward_op.kernel(gated_norm_op.kernel(*arguments), *arguments)
+    for dgate in (None, gate):
+        gated_norm_backward_op.kernel(gated_norm_op.kernel(*arguments), *arguments, dgate)
 
 
 def swiglu(dtype, *, time=64, size=3 * D, halves=False):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from flash_frac.layers import mlp, plain
+from flash_frac.layers import body, mlp, plain
 from flash_frac.models import FracForCausalLM
 from flash_frac.ops import backends
 
@@ -21,7 +21,7 @@ def tensors_without_data(monkeypatch):
     triton = backends.BACKENDS["triton"]._replace(refusal=lambda x: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", triton)
     # Such tensors have a class of their own.
-    for module in (plain, mlp):
+    for module in (plain, mlp, body):
         monkeypatch.setattr(module, "has_plain_weight", lambda layer: True)
     monkeypatch.setattr(FracForCausalLM, "_fuses_loss", lambda self: True)
     with FakeTensorMode():

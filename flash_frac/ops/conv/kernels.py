@@ -189,7 +189,7 @@ def step_back(
 @triton.jit
 def store_gradient(
     b_dx, i_row, i_first, i_b, o_i, m_i, p_out, p_dnew, p_in,
-    num_tokens, num_channels, K: tl.constexpr,
+    num_tokens, num_channels, stride_t, K: tl.constexpr,
 ):  # fmt: skip
     """Store dx [BI] of row i_row of the segment, including the new window's gradient."""
     i_t = i_first + i_row
@@ -200,27 +200,28 @@ def store_gradient(
         j = i_t - i_end + (K - 1)
         p_d = p_dnew + (i_n * num_channels + o_i) * (K - 1) + j
         b_dx += tl.load(p_d, mask=m_out & (j >= 0), other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * num_channels, b_dx.to(p_out.dtype.element_ty), mask=m_out)
+    tl.store(p_out + i_row * stride_t, b_dx.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=VARIES)
 def conv_backward_kernel(
     p_in, p_du, p_dnew, p_dx, p_partial,
-    num_tokens, num_channels, num_segments, stride_b, stride_t,
+    num_tokens, num_channels, num_segments, stride_b, stride_t, stride_db, stride_dt,
     K: tl.constexpr, L: tl.constexpr, U: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """dx of a segment, and its share of the gradients of weight (K rows) and bias (the last row).
 
     dx[t] = sum_k weight[k] g[t + K - 1 - k] with g = du silu'(...). An input reaches the K - 1
-    tokens after it, so a program reads that far past its segment. p_in `ConvInputs`; p_du, p_dx
-    (B, T, I); p_dnew (N, I, K - 1) or None; p_partial (B segments, K + 1, I).
+    tokens after it, so a program reads that far past its segment. p_in `ConvInputs`; p_du and p_dx
+    (B, T, I), the rows of p_dx stride_db and stride_dt apart; p_dnew (N, I, K - 1) or None;
+    p_partial (B segments, K + 1, I).
     """
     i_part, o_i, m_i = program_channels(num_channels, BI)
     i_b, i_first = (i_part // num_segments).to(tl.int64), (i_part % num_segments) * L
     taps, b_bias = load_parameters(p_in.weight, p_in.bias, o_i, m_i, K)
     p_rows = p_in.x + (i_b * stride_b + i_first.to(tl.int64) * stride_t) + o_i
-    o_first = (i_b * num_tokens + i_first) * num_channels
-    p_drows, p_out = p_du + o_first + o_i, p_dx + o_first + o_i
+    p_drows = p_du + (i_b * num_tokens + i_first) * num_channels + o_i
+    p_out = p_dx + (i_b * stride_db + i_first.to(tl.int64) * stride_dt) + o_i
     inputs = load_history(
         i_first, i_b, o_i, m_i, p_rows, p_in, num_tokens, num_channels, stride_t, K
     )
@@ -244,7 +245,7 @@ def conv_backward_kernel(
             b_dbias += b_g
             store_gradient(
                 dinputs[0], i_group + r - (K - 1), i_first, i_b, o_i, m_i, p_out,
-                p_dnew, p_in, num_tokens, num_channels, K,
+                p_dnew, p_in, num_tokens, num_channels, stride_dt, K,
             )  # fmt: skip
             inputs, dinputs = inputs[1:], dinputs[1:]
     p_sum = p_partial + i_part.to(tl.int64) * (K + 1) * num_channels + o_i
@@ -263,7 +264,7 @@ def conv_backward_kernel(
         )  # fmt: skip
         store_gradient(
             dinputs[0], i_tail + r - (K - 1), i_first, i_b, o_i, m_i, p_out,
-            p_dnew, p_in, num_tokens, num_channels, K,
+            p_dnew, p_in, num_tokens, num_channels, stride_dt, K,
         )  # fmt: skip
         inputs, dinputs = inputs[1:], dinputs[1:]
 

@@ -32,15 +32,19 @@ def triton_conv(
 
     Rows of x may be strided: half of a (B, T, 2 I) projection needs no copy.
     """
-    sequence = None
-    if cu_seqlens is not None:
-        token = torch.arange(x.shape[1], dtype=cu_seqlens.dtype, device=x.device)
-        sequence = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
     if x.shape[2] > 1 and x.stride(2) != 1:
         x = x.contiguous()
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     window = None if window is None else window.to(x.dtype).contiguous()
-    return conv_op(x, weight, bias, window, cu_seqlens, sequence)
+    return conv_op(x, weight, bias, window, cu_seqlens, sequence_of_tokens(cu_seqlens, x))
+
+
+def sequence_of_tokens(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
+    """The number of each token's sequence, (T,) int32, for packed x (1, T, I)."""
+    if cu_seqlens is None:
+        return None
+    token = torch.arange(x.shape[1], dtype=cu_seqlens.dtype, device=x.device)
+    return torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
 
 
 def triton_masked_conv(
@@ -113,7 +117,7 @@ def _(x, weight, bias, window, mask):
     return x.new_empty(x.shape), x.new_empty(x.shape[0], x.shape[2], weight.shape[-1] - 1)
 
 
-@operator("causal_conv_backward")
+@operator("causal_conv_backward", mutates=("dx",))
 def conv_backward_op(
     du: Tensor,
     dnew: Tensor | None,
@@ -123,22 +127,26 @@ def conv_backward_op(
     window: Tensor | None,
     cu_seqlens: Tensor | None,
     sequence: Tensor | None,
+    dx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and window; empty for inputs that are None."""
+    """Gradients of x, weight, bias and window; empty for inputs that are None.
+
+    If dx is given, whose rows may be strided, the gradient of x is written there, and is empty.
+    """
     du, dnew = du.contiguous(), None if dnew is None else dnew.contiguous()
     batch, num_tokens, num_channels = x.shape
     num_taps = weight.shape[-1]
     block, num_blocks, num_warps = _tile(num_channels)
     num_segments = ceil_div(num_tokens, SEGMENT)
-    dx = x.new_empty(x.shape)
+    found = x.new_empty(x.shape) if dx is None else dx
     shape = (batch * num_segments, num_taps + 1, num_channels)
     partial = x.new_empty(shape, dtype=torch.float32)
     dwindow = x.new_empty(0) if window is None else torch.empty_like(window)
     inputs = ConvInputs(x, weight, bias, window, cu_seqlens, sequence)
     with torch.cuda.device_of(x):
         conv_backward_kernel[(shape[0] * num_blocks,)](
-            inputs, du, dnew, dx, partial,
-            num_tokens, num_channels, num_segments, x.stride(0), x.stride(1),
+            inputs, du, dnew, found, partial,
+            num_tokens, num_channels, num_segments, *x.stride()[:2], *found.stride()[:2],
             K=num_taps, L=SEGMENT, U=BACKWARD_ROWS, BI=block, num_warps=num_warps,
         )  # fmt: skip
         if window is not None:
@@ -150,14 +158,15 @@ def conv_backward_op(
     dweight = total[:num_taps].t().unsqueeze(1).to(weight.dtype).contiguous()
     # A copy, because results of an operator must not share memory.
     dbias = x.new_empty(0) if bias is None else total[num_taps].to(bias.dtype, copy=True)
-    return dx, dweight, dbias, dwindow
+    return found if dx is None else x.new_empty(0), dweight, dbias, dwindow
 
 
 @conv_backward_op.register_fake
-def _(du, dnew, x, weight, bias, window, cu_seqlens, sequence):
+def _(du, dnew, x, weight, bias, window, cu_seqlens, sequence, dx):
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     dwindow = x.new_empty(0) if window is None else torch.empty_like(window)
-    return x.new_empty(x.shape), torch.empty_like(weight), dbias, dwindow
+    found = x.new_empty(x.shape if dx is None else 0)
+    return found, torch.empty_like(weight), dbias, dwindow
 
 
 def _save(ctx, inputs, output) -> None:
@@ -170,7 +179,7 @@ def _gradients(ctx, du, dnew):
     if du is None:
         du = x.new_zeros(x.shape)
     dx, dweight, dbias, dwindow = conv_backward_op(
-        du, dnew, x, weight, bias, window, cu_seqlens, sequence
+        du, dnew, x, weight, bias, window, cu_seqlens, sequence, None
     )
     dbias = None if bias is None else dbias
     return dx, dweight, dbias, None if window is None else dwindow, None, None

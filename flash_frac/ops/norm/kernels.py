@@ -34,7 +34,10 @@ class GatedInputs(NamedTuple):
 
 
 class GatedGradients(NamedTuple):
-    """Gradients of x, gate and u (R, E), contiguous; partial sums of weight and skip (G, E)."""
+    """Gradients of x, u (R, E) contiguous, and gate, with rows stride_dgate apart; u may be None.
+
+    Partial sums of the gradients of weight and skip (G, E).
+    """
 
     x: Tensor
     gate: Tensor
@@ -142,7 +145,7 @@ def gated_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=VARIES)
 def gated_norm_backward_kernel(
-    p_in, p_dy, p_din, num_rows, size, stride_gate, eps, gate_bias,
+    p_in, p_dy, p_din, num_rows, size, stride_gate, stride_dgate, eps, gate_bias,
     BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """With z = (x + skip u) silu(gate): dx = dz silu, dgate = dz (x + skip u) silu', du = dx skip.
@@ -172,11 +175,13 @@ def gated_norm_backward_kernel(
         b_dweight += b_dy * b_z * b_rms
         b_dz = norm_gradient(b_z, b_rms, b_dy, b_weight, size)
         b_dgate = b_dz * b_x * (b_sigmoid + b_silu * (1 - b_sigmoid))
-        tl.store(p_din.gate + o, b_dgate.to(p_din.gate.dtype.element_ty), mask=m)
+        p_dgate = p_din.gate + o_r * stride_dgate + o_n[None, :]
+        tl.store(p_dgate, b_dgate.to(p_din.gate.dtype.element_ty), mask=m)
         b_dx = b_dz * b_silu
         tl.store(p_din.x + o, b_dx.to(p_din.x.dtype.element_ty), mask=m)
         if p_in.skip is not None:
             b_dskip += b_dx * b_u
+        if p_din.u is not None:
             tl.store(p_din.u + o, (b_dx * b_skip).to(p_din.u.dtype.element_ty), mask=m)
     o_part = tl.program_id(0) * size + o_n
     tl.store(p_din.weight + o_part, tl.sum(b_dweight, 0), mask=m_n)

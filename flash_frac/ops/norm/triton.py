@@ -158,7 +158,7 @@ def _(x, gate, weight, skip, u, eps, gate_bias):
     return torch.empty_like(x, dtype=gate.dtype)
 
 
-@operator("gated_rms_norm_backward")
+@operator("gated_rms_norm_backward", mutates=("dgate",))
 def gated_norm_backward_op(
     dy: Tensor,
     x: Tensor,
@@ -168,34 +168,43 @@ def gated_norm_backward_op(
     u: Tensor | None,
     eps: float,
     gate_bias: float,
+    dgate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate (contiguous), weight, skip and u; empty for inputs that are None."""
+    """Gradients of x, gate (contiguous), weight, skip and u; empty for inputs that are None.
+
+    If dgate is given, whose rows may be strided, the gradient of gate is written there and that of
+    u is left out; both results are empty.
+    """
+    given, new = dgate is not None, x.new_empty
     grid, options = _launch(x, GATED_BACKWARD)
     partial = (*grid, x.shape[-1])
     gradients = GatedGradients(
         x=torch.empty_like(x),
-        gate=torch.empty_like(x, dtype=gate.dtype),
-        u=None if u is None else torch.empty_like(u),
-        weight=x.new_empty(partial, dtype=torch.float32),
-        skip=None if skip is None else x.new_empty(partial, dtype=torch.float32),
+        gate=torch.empty_like(x, dtype=gate.dtype) if dgate is None else dgate,
+        u=None if u is None or given else torch.empty_like(u),
+        weight=new(partial, dtype=torch.float32),
+        skip=None if skip is None else new(partial, dtype=torch.float32),
     )
     with torch.cuda.device_of(x):
         gated_norm_backward_kernel[grid](
             GatedInputs(x, gate, weight, skip, u), dy.contiguous(), gradients,
-            stride_gate=row_stride(gate), eps=eps, gate_bias=gate_bias, **options,
+            stride_gate=row_stride(gate), stride_dgate=row_stride(gradients.gate),
+            eps=eps, gate_bias=gate_bias, **options,
         )  # fmt: skip
-    dweight, dskip = gradients.weight.sum(0).to(weight.dtype), x.new_empty(0)
+    dweight, dskip = gradients.weight.sum(0).to(weight.dtype), new(0)
     if skip is not None and gradients.skip is not None:
         dskip = gradients.skip.sum(0).view(skip.shape).to(skip.dtype)
-    du = x.new_empty(0) if gradients.u is None else gradients.u
-    return gradients.x, gradients.gate, dweight, dskip, du
+    du = new(0) if gradients.u is None else gradients.u
+    return gradients.x, new(0) if given else gradients.gate, dweight, dskip, du
 
 
 @gated_norm_backward_op.register_fake
-def _(dy, x, gate, weight, skip, u, eps, gate_bias):
-    dgate = torch.empty_like(x, dtype=gate.dtype)
-    dskip, du = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (skip, u))
-    return torch.empty_like(x), dgate, torch.empty_like(weight), dskip, du
+def _(dy, x, gate, weight, skip, u, eps, gate_bias, dgate):
+    given, new = dgate is not None, x.new_empty
+    found = new(0) if given else torch.empty_like(x, dtype=gate.dtype)
+    du = new(0) if given or u is None else torch.empty_like(u)
+    dskip = new(0) if skip is None else torch.empty_like(skip)
+    return torch.empty_like(x), found, torch.empty_like(weight), dskip, du
 
 
 def _save_gated(ctx, inputs, output) -> None:
@@ -205,7 +214,7 @@ def _save_gated(ctx, inputs, output) -> None:
 
 def _gated_gradients(ctx, dy):
     tensors = ctx.saved_tensors
-    *gradients, dskip, du = gated_norm_backward_op(dy, *tensors, ctx.eps, ctx.gate_bias)
+    *gradients, dskip, du = gated_norm_backward_op(dy, *tensors, ctx.eps, ctx.gate_bias, None)
     if tensors[3] is None:
         dskip = du = None
     return *gradients, dskip, du, None, None

@@ -128,10 +128,12 @@ def scan_backward_op(
     write_out: Tensor,
     total: Tensor,
     cu_seqlens: Tensor | None,
+    skip: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of u, read, write, log_decay and the initial state (empty if there is none).
 
-    dfinal is None if nothing depends on the final state.
+    dfinal is None if nothing depends on the final state. With skip (H, D), the gradient of u is
+    that of y + skip u.
     """
     mix = Mix(gamma, read_in, write_out, total)
     chunks = chunk_list(u.shape[0], u.shape[1], cu_seqlens)
@@ -155,7 +157,7 @@ def scan_backward_op(
         )
         for careful in (False, True):
             gradient_kernel[plan.gradient.grid](
-                u, dy, mix, dfinal, later, states, du, dinitial, sums,
+                u, dy, mix, dfinal, later, states, skip, du, dinitial, sums,
                 *_sizes(u, chunks, plan),
                 **plan.gradient.options,
                 CAREFUL=careful,
@@ -192,7 +194,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *unused: None
     u, initial = saved[0], saved[4]
     dy = torch.zeros_like(u) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    *gradients, dinitial = scan_backward_op(dy, dfinal, *saved)
+    *gradients, dinitial = scan_backward_op(dy, dfinal, *saved, None)
     return *gradients, None if initial is None else dinitial, None
 
 

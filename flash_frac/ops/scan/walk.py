@@ -248,7 +248,7 @@ def output_kernel(
 
 @triton.jit(do_not_specialize=VARIES)
 def gradient_kernel(
-    p_u, p_dy, p_mix, p_dfinal, p_incoming, p_chunk_states, p_du, p_dinitial, p_sums,
+    p_u, p_dy, p_mix, p_dfinal, p_incoming, p_chunk_states, p_skip, p_du, p_dinitial, p_sums,
     p_table, num_tokens, chunks_each, num_chunks, per_segment, H, D,
     M: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
     LAYOUT: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
@@ -259,6 +259,7 @@ def gradient_kernel(
     the weights. p_u, p_dy, p_du (B, T, H, D); p_mix a `Mix`; p_chunk_states (N, H, BM, D), the
     states before chunks; p_incoming (S, H, BM, D), the gradients of the states after segments;
     p_dfinal (or None) and p_dinitial (Q, H, M, D). With CAREFUL it reads p_dinitial and fixes du.
+    p_skip (H, D), or None, is the weight of a direct term skip u in y.
     """
     i_segment, i_h, o_t, o_m, o_d, m_d, o_state, m_state = _program(D, M, BM, BD, C)
     i_in = (i_segment * H + i_h) * BM
@@ -270,6 +271,8 @@ def gradient_kernel(
             p_table, num_tokens, chunks_each, H, D, M, C, LAYOUT,
         ):  # fmt: skip
             return
+    if p_skip is not None:
+        b_skip = tl.load(p_skip + i_h * D + o_d[None, :], mask=m_d, other=0.0).to(tl.float32)
     # dS' [BM, BD]
     b_state = tl.load(p_incoming + i_in * D + o_state, mask=m_d, other=0.0)
     for i in range(i_start, i_end):
@@ -295,6 +298,8 @@ def gradient_kernel(
             b_du = _careful_dot(b_gamma, b_dy, b_du, True, PRECISION)
         else:
             b_du = tl.dot(b_gamma, b_dy, b_du, input_precision=PRECISION)
+        if p_skip is not None:
+            b_du += b_skip * b_dy.to(tl.float32)
         tl.store(p_du + o_x, b_du.to(p_du.dtype.element_ty), mask=m_x)
 
         if not CAREFUL:

@@ -1,0 +1,221 @@
+"""The body of a FracMixer, from the outputs of in_proj to the inputs of out_proj, in training.
+
+    x, gate = projected          u = silu(conv(x))          controls = f(dyn_proj(x), rw_proj(u))
+    y = scan(u, controls) + D u                             z = RMSNorm(y silu(gate))
+
+Left to autograd, the gradient of u is the sum of three tensors, that of x of two, and those of x
+and gate are concatenated: 19 passes over a (B, T, I) tensor. Here each is written once and added to
+by a product, which takes 7. The numbers are those of the modules, up to rounding.
+Letters: B batch, T time, H heads, D head channels, I = H D, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_frac.layers.checks import state_fits
+from flash_frac.layers.norm import GatedRMSNorm
+from flash_frac.layers.plain import has_plain_weight, is_watched
+from flash_frac.layers.state import MixerState
+from flash_frac.ops import uses_triton
+from flash_frac.ops.backends import FEWEST_TAPS, MOST_TAPS, MOST_WIDTH, refuse_second_derivative
+
+if TYPE_CHECKING:
+    from flash_frac.layers.mixer import FracMixer
+
+
+class Settings(NamedTuple):
+    """Settings of the controls, as `kernel_settings` returns them, and of the gated norm."""
+
+    ranges: Sequence[float]
+    switches: str
+    eps: float
+    gate_bias: float
+
+
+class Weights(NamedTuple):
+    """Parameters of a mixer between its projections; products have the dtype of the tokens."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dyn: Tensor
+    dyn_bias: Tensor
+    rw: Tensor
+    dt_bias: Tensor
+    read_gate: Tensor
+    write_gate: Tensor
+    log_tau: Tensor
+    skip: Tensor | None
+    norm: Tensor
+
+
+def trains_at_once(
+    mixer: FracMixer, projected: Tensor, state: MixerState | None, cu_seqlens: Tensor | None
+) -> bool:
+    """Whether `train_body` supports the outputs (B, T, 2 I) of in_proj: plain layers, gradients.
+
+    Compilers get the modules, which they optimise themselves.
+    """
+    num = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    parts = (mixer.dyn_proj, mixer.rw_proj, mixer.conv1d)
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and projected.shape[1] > 1
+        and uses_triton(mixer.backend, projected)
+        and uses_triton(mixer.out_norm.backend, projected)
+        and FEWEST_TAPS <= mixer.conv_kernel <= MOST_TAPS
+        and mixer.num_heads * mixer.head_dim <= MOST_WIDTH
+        and mixer.settings.prior == "asymptotic"
+        and mixer.rw_norm is None
+        and mixer.context_group is None
+        and state_fits(mixer, num, state)
+        and type(mixer.out_norm) is GatedRMSNorm
+        and all(has_plain_weight(part) and _fits(part.weight, projected) for part in parts[:2])
+        and has_plain_weight(mixer.conv1d)
+        and not any(is_watched(module) for module in (mixer.out_norm, *parts))
+    )
+
+
+def _fits(weight: Tensor, x: Tensor) -> bool:
+    """Whether a linear layer multiplies x by its weight in the dtype of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.dtype == torch.get_autocast_dtype(x.device.type)
+    return weight.dtype == x.dtype
+
+
+def train_body(
+    mixer: FracMixer, projected: Tensor, state: MixerState | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, MixerState]:
+    """z (B, T, I) from the outputs (B, T, 2 I) of in_proj, and the states of the N sequences."""
+    # Imported here, because these modules import triton.
+    from flash_frac.ops.control.triton import kernel_settings
+    from flash_frac.ops.conv.triton import sequence_of_tokens
+
+    dtype, out_norm = projected.dtype, mixer.out_norm
+    conv, dyn = mixer.conv1d, mixer.dyn_proj
+    weights = Weights(
+        conv=conv.weight,
+        conv_bias=conv.bias,
+        dyn=dyn.weight.to(dtype),
+        dyn_bias=dyn.bias.to(dtype),
+        rw=mixer.rw_proj.weight.to(dtype),
+        dt_bias=mixer.dt_bias.float(),
+        read_gate=mixer.read_residual_logit.float(),
+        write_gate=mixer.write_residual_scale.float(),
+        log_tau=mixer.base_log_tau.float(),
+        skip=mixer.D,
+        norm=out_norm.weight,
+    )
+    settings = Settings(*kernel_settings(mixer.settings), out_norm.eps, out_norm.gate_bias)
+    before, window = (None, None) if state is None else state
+    window = None if window is None else window.to(dtype).contiguous()
+    before = None if before is None else before.contiguous()
+    sequence = sequence_of_tokens(cu_seqlens, projected)
+    given = (settings, projected.contiguous(), before, window, cu_seqlens, sequence)
+    z, after, window = _Body.apply(*given, *(w if w is None else w.contiguous() for w in weights))
+    return z, MixerState(after, window)
+
+
+class _Body(torch.autograd.Function):
+    """z, the state and the window of `train_body`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Settings,
+        projected: Tensor,
+        before: Tensor | None,
+        window: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sequence: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_frac.ops.control.triton import control_op
+        from flash_frac.ops.conv.triton import conv_op
+        from flash_frac.ops.norm.triton import gated_norm_op
+        from flash_frac.ops.scan.triton import scan_op
+
+        w = Weights(*parameters)  # pyright: ignore[reportArgumentType]
+        x, gate = projected.chunk(2, -1)
+        u, after_window = conv_op(x, w.conv, w.conv_bias, window, cu_seqlens, sequence)
+        logits = (F.linear(x, w.dyn, w.dyn_bias), F.linear(u, w.rw))
+        clock = (w.dt_bias, w.read_gate, w.write_gate, w.log_tau)
+        controls = control_op(*logits, *clock, None, None, settings.ranges, settings.switches)
+        heads = u.view(*u.shape[:2], w.dt_bias.shape[0], -1)
+        y, after, *kept = scan_op(heads, *controls, before, cu_seqlens)
+        y = y.view(u.shape)
+        direct = None if w.skip is None else u
+        z = gated_norm_op(y, gate, w.norm, w.skip, direct, settings.eps, settings.gate_bias)
+        ctx.settings = settings
+        ctx.save_for_backward(
+            projected, before, window, cu_seqlens, sequence, u, y, *logits, *controls, *kept, *w
+        )
+        ctx.set_materialize_grads(False)
+        return z, after, after_window
+
+    @staticmethod
+    def backward(
+        ctx: Any, dz: Tensor | None, dafter: Tensor | None, dwindow: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        from flash_frac.ops.control.triton import control_backward_op
+        from flash_frac.ops.conv.triton import conv_backward_op
+        from flash_frac.ops.norm.triton import gated_norm_backward_op
+        from flash_frac.ops.scan.triton import scan_backward_op
+
+        refuse_second_derivative("FracMixer on the Triton kernels")
+        # Unpacked once: checkpointing recomputes saved tensors, and frees them once read.
+        saved = list(ctx.saved_tensors)
+        projected, before, window, cu_seqlens, sequence, u, y = saved[:7]
+        logits, controls, kept, w = saved[7:9], saved[9:12], saved[12:17], Weights(*saved[17:])
+        needs, settings = Weights(*ctx.needs_input_grad[6:]), ctx.settings
+        x, gate = projected.chunk(2, -1)
+        heads = u.view(*u.shape[:2], w.dt_bias.shape[0], -1)
+        dz = torch.zeros_like(u) if dz is None else dz.contiguous()
+        dafter = None if dafter is None else dafter.contiguous()
+
+        dprojected = torch.empty_like(projected)
+        dx, dgate = dprojected.chunk(2, -1)
+        direct = (w.skip, None if w.skip is None else u)
+        norm = (w.norm, *direct, settings.eps, settings.gate_bias)
+        dy, _, dnorm, dskip, _ = gated_norm_backward_op(dz, y, gate, *norm, dgate)
+        # `du` includes the direct term.
+        du, *dcontrols, dbefore = scan_backward_op(
+            dy.view(heads.shape), dafter, heads, *controls, before, *kept, cu_seqlens, w.skip
+        )
+        clock = (w.dt_bias, w.read_gate, w.write_gate, w.log_tau, None, None)
+        options = (settings.ranges, settings.switches, needs.log_tau)
+        ddyn, drw, ddt_bias, dgates, dlog_tau, _ = control_backward_op(
+            *dcontrols, *logits, *clock, *options
+        )
+        del dy, dcontrols
+        ddyn, drw, du = (each.flatten(0, 1) for each in (ddyn, drw, du.flatten(2)))
+        # In place; FLOP counters do not know `addmm_`.
+        torch.addmm(du, drw, w.rw, out=du)
+        _, dconv, dconv_bias, dold = conv_backward_op(
+            du.view(u.shape), dwindow, x, w.conv, w.conv_bias, window, cu_seqlens, sequence, dx
+        )
+        torch.addmm(rows := dx.flatten(0, 1), ddyn, w.dyn, out=rows)
+        # In the order of `Weights`; None for those that are absent or frozen.
+        gradients = (
+            dconv,
+            None if w.conv_bias is None else dconv_bias,
+            ddyn.t() @ x.flatten(0, 1) if needs.dyn else None,
+            ddyn.sum(0) if needs.dyn_bias else None,
+            drw.t() @ u.flatten(0, 1) if needs.rw else None,
+            ddt_bias,
+            dgates[:1],
+            dgates[1:],
+            dlog_tau if needs.log_tau else None,
+            None if w.skip is None else dskip,
+            dnorm,
+        )
+        dbefore = None if before is None else dbefore
+        dold = None if window is None else dold
+        return None, dprojected, dbefore, dold, None, None, *gradients
