@@ -160,7 +160,7 @@ def _frac(config: FracConfig, size: int, batch: Batch, tuning: Tuning) -> Layer:
         "out_norm(y)": size * inner,
         **_control_options(config),
     }
-    # The peak is in the scan: gradients of y, u, and x with gate, states before chunks, partial sums
+    # The peak is in the scan: gradients of y, u, x and gate, states before chunks, partial sums
     # over channels, and gradients of the weights; the norm of y is freed by then.
     parts = ceil(channels / tuning.gradient.channels)
     sums = parts * heads * (size * SCAN_CHUNK + 8 * block + 4 * block / SCAN_CHUNK)

@@ -8,10 +8,13 @@ from flash_frac.layers import FracMixer, MixerState
 from flash_frac.layers import mixer as mixers
 from flash_frac.layers.body import train_body, trains_at_once
 from flash_frac.ops import ControlSettings
+from tests.backends import repeat
 from tests.errors import assert_all_as_good, with_gradients
 from tests.kernels.devices import DEVICE, DTYPES
 
 E, H, D, M = 12, 2, 8, 4
+# Batch, tokens and sequences; without a state, with one, and packed with states.
+KINDS = {"plain": (1, 10, 1), "continued": (2, 20, 2), "packed": (1, 40, 3)}
 OPTIONS = {
     "as published": {},
     "learned timescales": {"learned_timescales": True},
@@ -38,10 +41,11 @@ def make(dtype=torch.float32, backend="triton", **options):
 def inputs(dtype, kind):
     """x, both parts of a state or None, and boundaries of packed sequences or None."""
     torch.manual_seed(1)
-    batch, num, bounds = (1, 3, torch.tensor([0, 30, 33, 70])) if kind == "packed" else (2, 2, None)
+    batch, time, num = KINDS[kind]
+    bounds = torch.tensor([0, 33, 33, 40]) if kind == "packed" else None
     x, state, window = (
         torch.randn(*shape, dtype=torch.float64, device=DEVICE)
-        for shape in ((batch, 70, E), (num, H, M, D), (num, H * D, 3))
+        for shape in ((batch, time, E), (num, H, M, D), (num, H * D, 3))
     )
     wide = torch.promote_types(dtype, torch.float32)
     state, window = (None, None) if kind == "plain" else (state.to(wide), window.to(dtype))
@@ -63,12 +67,18 @@ def run(mixer, kind, dtype):
     return with_gradients(forward, [x, *state, *mixer.parameters()])
 
 
+# The interpreter leaves some combinations to `make test-slow`.
+CASES = [("as published", "continued"), ("learned timescales", "packed")]
+CASES += [("bank per head", "plain"), ("few parameters", "continued")]
+CASES += [repeat((name, kind)) for name in OPTIONS for kind in KINDS if (name, kind) not in CASES]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "continued", "packed"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_triton_gradients(monkeypatch, options, kind, dtype):
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_triton_gradients(monkeypatch, case, dtype):
     """By the error rule: outputs, states and every gradient, against modules and float64."""
-    calls = []
+    (name, kind), calls = case, []
+    options = OPTIONS[name]
     monkeypatch.setattr(mixers, "train_body", lambda *x: calls.append(1) or train_body(*x))
     got = run(make(dtype, **options), kind, dtype)
     assert len(calls) == 1
@@ -152,9 +162,9 @@ def test_triton_does_not_go_past_those_who_watch():
         assert not trains_at_once(mixer, projected, None, None)
     assert not trains_at_once(mixer, projected[:, :1], None, None)
     assert not trains_at_once(mixer, projected[:0], None, None)
-    assert not trains_at_once(mixer, projected, mixer.empty_state(1), None)
+    assert not trains_at_once(mixer, projected, mixer.empty_state(2), None)
     for part in (mixer.dyn_proj, mixer.rw_proj, mixer.conv1d, mixer.out_norm):
-        handle = part.register_forward_hook(lambda *_: None)
+        handle = part.register_forward_hook(lambda *x: None)
         assert not trains_at_once(mixer, projected, None, None)
         handle.remove()
     mixer.rw_proj = torch.nn.Sequential(mixer.rw_proj)
