@@ -161,9 +161,7 @@ class _Body(torch.autograd.Function):
         return z, after, after_window
 
     @staticmethod
-    def backward(
-        ctx: Any, dz: Tensor | None, dafter: Tensor | None, dwindow: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from flash_frac.ops.control.triton import control_backward_op
         from flash_frac.ops.conv.triton import conv_backward_op
         from flash_frac.ops.norm.triton import gated_norm_backward_op
@@ -177,6 +175,7 @@ class _Body(torch.autograd.Function):
         needs, settings = Weights(*ctx.needs_input_grad[6:]), ctx.settings
         x, gate = projected.chunk(2, -1)
         heads = u.view(*u.shape[:2], w.dt_bias.shape[0], -1)
+        dz, dafter, dwindow = gradients
         dz = torch.zeros_like(u) if dz is None else dz.contiguous()
         dafter = None if dafter is None else dafter.contiguous()
 
@@ -203,7 +202,7 @@ class _Body(torch.autograd.Function):
         )
         torch.addmm(rows := dx.flatten(0, 1), ddyn, w.dyn, out=rows)
         # In the order of `Weights`; None for those that are absent or frozen.
-        gradients = (
+        dweights = (
             dconv,
             None if w.conv_bias is None else dconv_bias,
             ddyn.t() @ x.flatten(0, 1) if needs.dyn else None,
@@ -218,4 +217,4 @@ class _Body(torch.autograd.Function):
         )
         dbefore = None if before is None else dbefore
         dold = None if window is None else dold
-        return None, dprojected, dbefore, dold, None, None, *gradients
+        return None, dprojected, dbefore, dold, None, None, *dweights
