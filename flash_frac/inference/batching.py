@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from random import Random
 from threading import Condition, Thread
@@ -182,6 +182,15 @@ class EngineManager:
     def destroy(self) -> None:
         """Stop now, without waiting for running requests to finish."""
         self.stop(hard_stop=True)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Answer no requests inside the block, for example to change weights in place.
+
+        Example: `with manager.pause(): model.load_state_dict(weights)`
+        """
+        if not self.is_running():
+            raise RuntimeError("pause needs a manager that is running; call start()")
+        return self.engine.pause()
 
     def __enter__(self) -> EngineManager:
         self.start()

@@ -11,14 +11,14 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from flash_frac.inference.graphs import has_moving_positions
+from flash_frac.inference.graphs import check_positions
 from flash_frac.inference.prefixes import PrefixStates
 from flash_frac.inference.runner import Runner, Token
 from flash_frac.inference.scheduling import (
@@ -28,6 +28,7 @@ from flash_frac.inference.scheduling import (
     Job,
     QueueFull,
     Request,
+    StepGate,
     Update,
 )
 from flash_frac.inference.state import check_model
@@ -89,7 +90,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length must be None or at least 2, got {max_length}")
-        _check_positions(model)
+        check_positions(model)
         sees_all = "attention" in (model.config.mixer_types or ())
         if sees_all and max_length is None:
             max_length = MAX_LENGTH
@@ -114,7 +115,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._thread: threading.Thread | None = None
         self._stopping = self._dropping = self.warmed_up = False
-        self._idle = True
+        self._idle, self._gate = True, StepGate(self._lock)
         self._updates: list[Update] = []
         self._finished: dict[Finished, int] = dict.fromkeys(
             ("stop", "length", "cancelled", "error"), 0
@@ -150,7 +151,7 @@ class Engine:
                 )
             self._submitted += 1
             self._waiting.append(job)
-            self._lock.notify()
+            self._lock.notify_all()
         return job.id
 
     def _check_alive(self) -> None:
@@ -161,7 +162,7 @@ class Engine:
         """End a request at the next step, with the tokens it has; do nothing if it has ended."""
         with self._lock:
             self._cancelled.add(id)
-            self._lock.notify()
+            self._lock.notify_all()
 
     def stream(self, request: Request) -> Iterator[Update]:
         """Yield the updates of one request as they come; leaving the loop cancels it.
@@ -224,9 +225,10 @@ class Engine:
         Args:
             drain: finish the current requests; otherwise cancel them.
         """
+        self._gate.check()
         with self._lock:
             self._stopping, self._dropping = True, not drain
-            self._lock.notify()
+            self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -238,6 +240,21 @@ class Engine:
 
     def __exit__(self, kind: object, *unused: object) -> None:
         self.stop(drain=kind is None)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Run no steps inside the block, for example to change weights in place.
+
+        Requests go on afterwards. If weights have changed, cached prefixes are dropped.
+
+        Example: `with engine.pause(): model.load_state_dict(weights)`
+        """
+        with self._gate.closed():
+            self._check_alive()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._idle = True  # The next step looks at the weights.
+            yield
 
     def _work(self) -> None:
         """Main loop of the engine's thread."""
@@ -296,14 +313,14 @@ class Engine:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Run the block on the engine's device; an error ends the engine."""
-        cuda = self._device.type == "cuda"
-        try:
-            with torch.no_grad(), torch.cuda.device(self._device) if cuda else nullcontext():
-                yield
-        except BaseException as error:
-            # BaseException, because an interrupt may also leave rows half written.
-            self._fail(error)
-            raise
+        with self._gate.step():
+            try:
+                with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
+                    yield
+            except BaseException as error:
+                # BaseException, because an interrupt may also leave rows half written.
+                self._fail(error)
+                raise
 
     def _take_cancelled(self) -> None:
         if not (self._cancelled or self._dropping):
@@ -381,14 +398,3 @@ class Engine:
 
 def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _check_positions(model: FracForCausalLM) -> None:
-    """ValueError if rotary frequencies depend on the longest sequence that was read."""
-    if has_moving_positions(model):
-        rotary: Any = model.model.rotary_emb
-        raise ValueError(
-            f"attention_rope_parameters has rope_type {rotary.rope_type!r}, whose frequencies "
-            "depend on the longest sequence, so requests would change each other's answers; use "
-            "Generator or model.generate (frac serve --sequential), or another rope_type"
-        )

@@ -187,7 +187,7 @@ def _bindings(model: FracForCausalLM) -> list[Any] | str:
     head = model.lm_head.weight
     if head.device.type not in DEVICES:
         return f"it is on a {head.device.type}"
-    if has_moving_positions(model):
+    if _has_moving_positions(model):
         return "its rotary positions depend on the length (rope type dynamic or longrope)"
     modules = _modules(model, [])
     kinds = [type(module) for module in modules]
@@ -231,10 +231,21 @@ def _warn_of_weights(model: FracForCausalLM) -> None:
             return
 
 
-def has_moving_positions(model: FracForCausalLM) -> bool:
+def _has_moving_positions(model: FracForCausalLM) -> bool:
     """Whether rotary frequencies depend on the length, which makes the host wait every time."""
     rotary: Any = model.model.rotary_emb
     return rotary is not None and rotary.rope_type in ("dynamic", "longrope")
+
+
+def check_positions(model: FracForCausalLM) -> None:
+    """ValueError if rotary frequencies depend on the longest sequence that was read."""
+    if _has_moving_positions(model):
+        rotary: Any = model.model.rotary_emb
+        raise ValueError(
+            f"attention_rope_parameters has rope_type {rotary.rope_type!r}, whose frequencies "
+            "depend on the longest sequence, so requests would change each other's answers; use "
+            "Generator or model.generate (frac serve --sequential), or another rope_type"
+        )
 
 
 def _modules(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:

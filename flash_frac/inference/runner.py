@@ -170,6 +170,8 @@ class Runner:
         versions = [x._version for x in weights if not x.is_inference()]
         if self._prefixes is not None and versions != self._versions:
             self._prefixes.bind(self._recorder.model, renew=True)
+            for job in self.jobs:
+                job.keeps = False
         self._versions = versions
 
     def warm_up(self) -> None:
@@ -297,7 +299,7 @@ class Runner:
         """Add the state of a job to the prefix cache."""
         tokens = job.read()
         # A job of one new token has read one more, which the host does not know yet.
-        if self._prefixes is None or len(tokens) < job.num_read:
+        if self._prefixes is None or not job.keeps or len(tokens) < job.num_read:
             return
         slots.cache.counts[job.row] = job.num_read
         logits = slots.logits[job.row] if job.num_read == len(job.prompt) else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -177,6 +179,7 @@ class Job:
         num_cached: tokens of the prompt that came from the prefix cache.
         cuts: positions where reading pauses, in descending order; the first element is the length
             of the prompt.
+        keeps: whether its states may join the prefix cache: not if weights changed meanwhile.
         row: its row, in the staging cache while the prompt is read and then among the slots.
         finished: whether the last update was sent.
     """
@@ -197,7 +200,7 @@ class Job:
         self.prompt = np.array(request.prompt, np.int64)
         self.tokens: list[int] = []
         self.num_read, self.num_cached, self.row, self.finished = 0, 0, -1, False
-        self.cuts = [len(self.prompt)]
+        self.cuts, self.keeps = [len(self.prompt)], True
 
     @property
     def num_unread(self) -> int:
@@ -223,6 +226,55 @@ class Job:
         if token in self.eos or (self.stop is not None and self.stop.ends(0, token)):
             return "stop"
         return "length" if len(self.tokens) == self.request.max_new_tokens else None
+
+
+class StepGate:
+    """Keeps steps out of the blocks of `closed`, and those blocks out of steps.
+
+    Args:
+        lock: guards the attributes, and wakes up whoever waits for them.
+    """
+
+    def __init__(self, lock: threading.Condition) -> None:
+        self._lock = lock
+        self._holders: list[threading.Thread] = []
+        self._stepper: threading.Thread | None = None
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Wait for the end of the current step; the next one waits for the end of the block."""
+        caller = threading.current_thread()
+        if caller is self._stepper:
+            raise RuntimeError("pause() would wait for itself; do not call it in on_update")
+        with self._lock:
+            self._holders.append(caller)
+        try:
+            with self._lock:
+                self._lock.wait_for(lambda: self._stepper is None)
+            yield
+        finally:
+            with self._lock:
+                self._holders.remove(caller)
+                self._lock.notify_all()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Wait until no block of `closed` is left; the next one waits for the end of this one."""
+        self.check()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._holders)
+            self._stepper = threading.current_thread()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stepper = None
+                self._lock.notify_all()
+
+    def check(self) -> None:
+        """RuntimeError inside a block of `closed`, where waiting for a step would never end."""
+        if threading.current_thread() in self._holders:
+            raise RuntimeError("the engine is paused; leave the block of pause() first")
 
 
 class Piece(NamedTuple):

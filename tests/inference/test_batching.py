@@ -212,6 +212,17 @@ def test_stopping(model):
     assert manager.get_result(name).status == RequestStatus.FAILED
 
 
+def test_pausing(manager, model):
+    """As in transformers: requests wait and go on."""
+    with manager.pause():
+        name = manager.add_request(PROMPTS[0], max_new_tokens=12)
+        assert manager.get_result(name, timeout=0.05) is None
+    assert manager.get_result(name).generated_tokens == expected(model, PROMPTS[0])
+    manager.stop()
+    with pytest.raises(RuntimeError, match=r"running; call start\(\)"), manager.pause():
+        pass
+
+
 def test_destroying_ends_what_a_stop_left_running(model):
     manager = model.init_continuous_batching(GREEDY)
     manager.start()
