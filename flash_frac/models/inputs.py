@@ -101,6 +101,7 @@ def check_inputs(
     if inputs.numel() == 0:
         raise ValueError(f"{name} must hold at least one token, got shape {tuple(inputs.shape)}")
     _check_positions(position_ids, *inputs.shape[:2])
+    _check_keys(cache, config, inputs.shape[0])
     if input_ids is not None and input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"input_ids must be torch.int64 or torch.int32, got {input_ids.dtype}; use .long()"
@@ -144,6 +145,31 @@ def _check_past(cache: Cache | None, config: FracConfig) -> None:
             f"past_key_values must have the layers of this model, got a {type(cache).__name__} "
             f"with others; {remedy}"
         )
+    if isinstance(cache, FracCache) and cache.sliding_layers:
+        window = config.sliding_window
+        if cache.window != window:
+            raise ValueError(
+                f"past_key_values must have the sliding_window of this model ({window}), got "
+                f"{cache.window}; {remedy}"
+            )
+
+
+def _check_keys(cache: Cache | None, config: FracConfig, batch: int) -> None:
+    """Raise a ValueError unless cached keys are those of B sequences and of the model's heads.
+
+    Layers with a state check theirs.
+    """
+    if not isinstance(cache, FracCache) or torch.compiler.is_compiling():
+        return
+    layers: list[Any] = [cache.layers[n] for n in cache.attention_layers]
+    heads = config.attention_key_value_heads or config.num_attention_heads
+    size = config.attention_head_dim or config.hidden_size // config.num_attention_heads
+    for keys in (layer.keys for layer in layers if layer.is_initialized and layer.keys.numel()):
+        if (*keys.shape[:2], keys.shape[-1]) != (batch, heads, size):
+            raise ValueError(
+                f"past_key_values must hold keys of shape ({batch}, {heads}, tokens, {size}), got "
+                f"{tuple(keys.shape)}; are they from another model or batch?"
+            )
 
 
 def check_labels(

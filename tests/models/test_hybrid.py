@@ -245,6 +245,23 @@ def test_the_cache_of_full_attention_does_not_fit_a_sliding_one(ids):
         sliding(ids, past_key_values=FracCache(full.config))
 
 
+@pytest.mark.parametrize("kind", ["transformer", "sliding"])
+def test_the_cache_of_another_batch_does_not_fit(kind, ids):
+    model = make_kind(kind)
+    cache = model(ids[:2], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="from another model or batch"):
+        model(ids[:1], past_key_values=cache)
+
+
+def test_the_cache_of_another_window_does_not_fit(ids):
+    """It would keep other tokens than the mask expects."""
+    narrow, wide = make_kind("sliding"), make_kind("sliding", sliding_window=9)
+    assert narrow.config.sliding_window != 9
+    cache = narrow(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"must have the sliding_window of this model \(9\)"):
+        wide(ids, past_key_values=cache)
+
+
 def test_gradients_through_a_cache(model, ids):
     weight = model.model.layers[1].self_attn.k_proj.weight
     whole = torch.autograd.grad(model(ids).logits[:, 20:].sum(), weight)[0]
