@@ -271,8 +271,6 @@ def gradient_kernel(
             p_table, num_tokens, chunks_each, H, D, M, C, LAYOUT,
         ):  # fmt: skip
             return
-    if p_skip is not None:
-        b_skip = tl.load(p_skip + i_h * D + o_d[None, :], mask=m_d, other=0.0).to(tl.float32)
     # dS' [BM, BD]
     b_state = tl.load(p_incoming + i_in * D + o_state, mask=m_d, other=0.0)
     for i in range(i_start, i_end):
@@ -299,7 +297,9 @@ def gradient_kernel(
         else:
             b_du = tl.dot(b_gamma, b_dy, b_du, input_precision=PRECISION)
         if p_skip is not None:
-            b_du += b_skip * b_dy.to(tl.float32)
+            # Loaded for each chunk, because registers are full.
+            b_skip = tl.load(p_skip + i_h * D + o_d[None, :], mask=m_d, other=0.0)
+            b_du += b_skip.to(tl.float32) * b_dy.to(tl.float32)
         tl.store(p_du + o_x, b_du.to(p_du.dtype.element_ty), mask=m_x)
 
         if not CAREFUL:
