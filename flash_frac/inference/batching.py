@@ -156,6 +156,7 @@ class EngineManager:
             keep_for_next_session: reuse this manager in the model's next session.
             hard_stop: end running requests now, with the tokens they have.
         """
+        self.engine.gate.check()
         if self._started:
             self._started = False
             drain = {"drain": not hard_stop}
@@ -339,6 +340,8 @@ class EngineManager:
             known = (x for x in self._results if request_id in (None, x.request_id))
             return next(known, None)
 
+        if timeout is None:
+            self.engine.gate.check()
         with self._changed:
             self._changed.wait_for(lambda: find() or not self.is_running(), timeout)
             if (output := find()) is not None:
@@ -348,6 +351,7 @@ class EngineManager:
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Yield outputs as they come, until the manager stops."""
         while self.is_running() or self._results:
+            self.engine.gate.check()
             output = self.get_result(timeout=0.1)
             if output is not None:
                 yield output
@@ -355,6 +359,7 @@ class EngineManager:
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
         """Yield the outputs of one request as they come."""
         while self.is_running() or self._results:
+            self.engine.gate.check()
             output = self.get_result(request_id, timeout=0.1)
             if output is not None:
                 yield output

@@ -30,6 +30,7 @@ from flash_frac.inference.scheduling import (
     Request,
     StepGate,
     Update,
+    in_words,
 )
 from flash_frac.inference.state import check_model
 from flash_frac.models import FracForCausalLM
@@ -63,6 +64,7 @@ class Engine:
     Attributes:
         failed: the error that stopped the engine for good, or None.
         warmed_up: whether `warm_up` has run.
+        gate: keeps steps out of the blocks of `pause`.
 
     Example:
         >>> engine = Engine(model, slots=64)
@@ -115,7 +117,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._thread: threading.Thread | None = None
         self._stopping = self._dropping = self.warmed_up = False
-        self._idle, self._gate = True, StepGate(self._lock)
+        self._idle, self.gate = True, StepGate(self._lock)
         self._updates: list[Update] = []
         self._finished: dict[Finished, int] = dict.fromkeys(
             ("stop", "length", "cancelled", "error"), 0
@@ -156,7 +158,7 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self.failed is not None:
-            raise EngineStopped(f"the engine has failed: {_in_words(self.failed)}; build a new one")
+            raise EngineStopped(f"the engine has failed: {in_words(self.failed)}; build a new one")
 
     def cancel(self, id: int) -> None:
         """End a request at the next step, with the tokens it has; do nothing if it has ended."""
@@ -183,6 +185,7 @@ class Engine:
         try:
             yield Update(id)
             while not finished:
+                self.gate.check()
                 while self._thread is None and updates.empty():
                     self.step()
                 update = updates.get()
@@ -225,7 +228,7 @@ class Engine:
         Args:
             drain: finish the current requests; otherwise cancel them.
         """
-        self._gate.check()
+        self.gate.check()
         with self._lock:
             self._stopping, self._dropping = True, not drain
             self._lock.notify_all()
@@ -249,7 +252,7 @@ class Engine:
 
         Example: `with engine.pause(): model.load_state_dict(weights)`
         """
-        with self._gate.closed():
+        with self.gate.closed():
             self._check_alive()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -263,7 +266,7 @@ class Engine:
             while self._wait_for_work():
                 self.step()
         except Exception as error:
-            logger.error(f"the engine has failed: {_in_words(error)}", exc_info=error)
+            logger.error(f"the engine has failed: {in_words(error)}", exc_info=error)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; return False if there is none and the engine is stopping."""
@@ -313,7 +316,7 @@ class Engine:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Run the block on the engine's device; an error ends the engine."""
-        with self._gate.step():
+        with self.gate.step():
             try:
                 with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
                     yield
@@ -352,7 +355,7 @@ class Engine:
             finished = job.take(found.token) if found.token >= 0 else "error"
         except Exception as problem:
             # The tokenizer may raise anything.
-            finished, error = "error", _in_words(problem)
+            finished, error = "error", in_words(problem)
         if finished == "error":
             count = len(job.request.prompt) + len(job.tokens)
             error = error or f"the logits after {count} tokens are not finite (NaN or infinite)"
@@ -393,8 +396,4 @@ class Engine:
             self._waiting.clear()
         for job in jobs:
             if not job.finished:
-                self._end(job, "error", f"the engine has failed: {_in_words(error)}")
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+                self._end(job, "error", f"the engine has failed: {in_words(error)}")

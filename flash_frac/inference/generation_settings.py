@@ -72,6 +72,11 @@ def settings_of(config: GenerationConfig) -> Settings:
     settings = {name: asked[name] for name in (*names, "repetition_penalty") if name in asked}
     if asked.get("do_sample"):
         settings["temperature"] = asked.get("temperature", 1.0)
+        if settings["temperature"] == 0 and {"top_k", "top_p", "min_p"} & set(settings):
+            raise ValueError(
+                "generation_config has do_sample=True and temperature=0, which always takes the "
+                "most likely token; set do_sample=False, or a higher temperature"
+            )
     stop = asked.get("stop_strings", ())
     return Settings(
         sampling=SamplingSettings(**settings),

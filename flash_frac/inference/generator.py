@@ -10,9 +10,10 @@ Letters: B batch, T tokens of the prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -167,7 +168,7 @@ class Generator:
         """
         if stop is not None and not isinstance(stop, StopStrings):
             raise ValueError(f"stop must be StopStrings(tokenizer, texts), got {stop!r}")
-        if stop is not None and eos_token_id is None and pad_token_id is None:
+        if stop is not None and pad_token_id is None and not _token_ids(eos_token_id):
             pad_token_id = self.model.config.pad_token_id or 0
         slots = self._begin(input_ids, max_new_tokens, attention_mask, sampling, seed)
         ends = _Ends(slots.num_rows, eos_token_id, pad_token_id, stop)
@@ -258,6 +259,22 @@ def _check_prompts(ids: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if bool((mask != 0).all()) else mask
 
 
+def _token_ids(eos: Eos) -> list[int]:
+    """Whole numbers of Python, from one or several of any library."""
+    given: Any = eos
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if given is None:
+        return []
+    try:
+        given = [*given] if isinstance(given, Iterable) else [given]
+        if not any(isinstance(id, bool) for id in given):
+            return [operator.index(id) for id in given]
+    except TypeError:
+        pass
+    raise ValueError(f"eos_token_id must be a token id, a list of them or None, got {eos!r}")
+
+
 class _Ends:
     """Which sequences have ended.
 
@@ -268,11 +285,7 @@ class _Ends:
 
     def __init__(self, batch: int, eos: Eos, pad: int | None, stop: StopStrings | None) -> None:
         self.ended = [False] * batch
-        ids = [] if eos is None else [eos] if isinstance(eos, int) else [*eos]
-        if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
-            raise ValueError(
-                f"eos_token_id must be a token id, a list of them or None, got {eos!r}"
-            )
+        ids = _token_ids(eos)
         self._eos, self._stop = frozenset(ids), stop
         self._filler = next(iter(ids), None) if pad is None else pad
         if stop is not None:

@@ -155,7 +155,12 @@ class Runner:
         return next_piece(self.reading, self._piece, self._max_length, rounds=self._records)
 
     def look(self) -> None:
-        """Check whether the model has changed; warn if it cannot be recorded."""
+        """Check whether the model has changed; warn if it cannot be recorded.
+
+        Jobs that are running have been paused, and their states may be of several weights.
+        """
+        for job in self.jobs:
+            job.keeps = False
         self._recorder.look()
         self._follow_weights()
         if self._slots.device.type in graphs.DEVICES and self._recorder.obstacle is not None:
@@ -166,12 +171,11 @@ class Runner:
 
     def _follow_weights(self) -> None:
         """Drop cached prefixes if weights were changed in place, which torch counts."""
-        weights = self._recorder.model.parameters()
+        model = self._recorder.model
+        weights = itertools.chain(model.parameters(), model.buffers())
         versions = [x._version for x in weights if not x.is_inference()]
         if self._prefixes is not None and versions != self._versions:
-            self._prefixes.bind(self._recorder.model, renew=True)
-            for job in self.jobs:
-                job.keeps = False
+            self._prefixes.bind(model, renew=True)
         self._versions = versions
 
     def warm_up(self) -> None:

@@ -74,12 +74,13 @@ class Request:
             )
         if self.logprobs is not None and not (_is_whole(self.logprobs) and self.logprobs >= 0):
             raise ValueError(f"logprobs must be None or whole, at least 0, got {self.logprobs}")
-        if self.seed is not None and not (_is_whole(self.seed) and abs(self.seed + 0.5) < 2**63):
+        if self.seed is not None and not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed must be a signed 64-bit integer, got {self.seed}")
         if isinstance(self.stop, str):
             raise ValueError(
                 f"stop must be a list of texts, got {self.stop!r}; use [{self.stop!r}]"
             )
+        object.__setattr__(self, "stop", tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be a list of non-empty texts, got {list(self.stop)!r}")
 
@@ -114,8 +115,18 @@ class Request:
             )
 
 
+def in_words(error: BaseException) -> str:
+    """The kind and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
 def _is_whole(x: Any) -> bool:
-    return hasattr(type(x), "__index__") and not isinstance(x, bool)
+    try:
+        # Tensors of other numbers have the method, too.
+        operator.index(x)
+    except TypeError:
+        return False
+    return not isinstance(x, bool)
 
 
 class Update(NamedTuple):
@@ -179,7 +190,7 @@ class Job:
         num_cached: tokens of the prompt that came from the prefix cache.
         cuts: positions where reading pauses, in descending order; the first element is the length
             of the prompt.
-        keeps: whether its states may join the prefix cache: not if weights changed meanwhile.
+        keeps: whether its states may join the prefix cache: not after a pause.
         row: its row, in the staging cache while the prompt is read and then among the slots.
         finished: whether the last update was sent.
     """

@@ -75,10 +75,12 @@ def trains_at_once(
         and mixer.settings.prior == "asymptotic"
         and mixer.rw_norm is None
         and mixer.context_group is None
-        and state_fits(mixer, num, state)
+        and state_fits(mixer, projected, num, state)
         and type(mixer.out_norm) is GatedRMSNorm
         and all(has_plain_weight(part) and _fits(part.weight, projected) for part in parts[:2])
         and has_plain_weight(mixer.conv1d)
+        and mixer.rw_proj.bias is None
+        and mixer.dyn_proj.bias is not None
         and not any(is_watched(module) for module in (mixer.out_norm, *parts))
     )
 
@@ -176,6 +178,8 @@ class _Body(torch.autograd.Function):
         x, gate = projected.chunk(2, -1)
         heads = u.view(*u.shape[:2], w.dt_bias.shape[0], -1)
         dz, dafter, dwindow = gradients
+        # A loss of the state alone leaves the norm and the direct term without a gradient.
+        no_output = dz is None
         dz = torch.zeros_like(u) if dz is None else dz.contiguous()
         dafter = None if dafter is None else dafter.contiguous()
 
@@ -195,12 +199,11 @@ class _Body(torch.autograd.Function):
         )
         del dy, dcontrols
         ddyn, drw, du = (each.flatten(0, 1) for each in (ddyn, drw, du.flatten(2)))
-        # In place; FLOP counters do not know `addmm_`.
-        torch.addmm(du, drw, w.rw, out=du)
+        du.addmm_(drw, w.rw)
         _, dconv, dconv_bias, dold = conv_backward_op(
             du.view(u.shape), dwindow, x, w.conv, w.conv_bias, window, cu_seqlens, sequence, dx
         )
-        torch.addmm(rows := dx.flatten(0, 1), ddyn, w.dyn, out=rows)
+        dx.flatten(0, 1).addmm_(ddyn, w.dyn)
         # In the order of `Weights`; None for those that are absent or frozen.
         dweights = (
             dconv,
@@ -212,8 +215,8 @@ class _Body(torch.autograd.Function):
             dgates[:1],
             dgates[1:],
             dlog_tau if needs.log_tau else None,
-            None if w.skip is None else dskip,
-            dnorm,
+            None if w.skip is None or no_output else dskip,
+            None if no_output else dnorm,
         )
         dbefore = None if before is None else dbefore
         dold = None if window is None else dold

@@ -25,13 +25,14 @@ def can_be_read(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def state_fits(mixer: FracMixer, num: int, state: MixerState | None) -> bool:
-    """Whether a state is None, or one of `num` sequences, so that kernels may read it unchecked."""
+def state_fits(mixer: FracMixer, x: Tensor, num: int, state: MixerState | None) -> bool:
+    """Whether a state is None, or one of `num` sequences like x, so that kernels may read it."""
     if state is None:
         return True
     heads, channels = mixer.num_heads, mixer.head_dim
     return (
-        state.recurrent.shape == (num, heads, mixer.num_modes, channels)
+        state.recurrent.device == state.conv.device == x.device
+        and state.recurrent.shape == (num, heads, mixer.num_modes, channels)
         and state.recurrent.dtype == torch.float32
         and state.conv.shape == (num, heads * channels, mixer.conv_kernel - 1)
     )

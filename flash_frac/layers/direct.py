@@ -35,7 +35,7 @@ def reads_directly(
         and not torch.compiler.is_compiling()
         and FEWEST_TAPS <= mixer.conv_kernel <= MOST_TAPS
         and max(mixer.num_heads * mixer.head_dim, mixer.hidden_size) <= MOST_WIDTH
-        and state_fits(mixer, x.shape[0], state)
+        and state_fits(mixer, x, x.shape[0], state)
         and mixer.runs_directly(x, norm)
     )
 

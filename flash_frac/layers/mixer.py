@@ -361,6 +361,7 @@ class FracMixer(RecurrentMixer):
             runs_directly(self, x, norm, parts, self.backend)
             and type(self.out_norm) is GatedRMSNorm
             and not is_watched(self.out_norm)
+            and all(x.bias is None for x in (self.in_proj, self.rw_proj, self.out_proj))
             and self.settings.prior == "asymptotic"
             and self.context_group is None
         )

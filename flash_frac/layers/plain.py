@@ -85,9 +85,10 @@ def _converts(values: Tensor) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether something relies on calls of this module: a hook, or offloading."""
+    """Whether something relies on calls of this module: a hook of it or of all, or offloading."""
     return bool(
-        module._forward_hooks
+        nn.modules.module._has_any_global_hook()
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -23,8 +23,8 @@ from flash_frac.models.configuration import FracConfig
 logger = logging.get_logger(__name__)
 
 NO_LIMIT = (
-    "max_new_tokens must be given, here or in the generation_config: the state of a Frac model "
-    "never fills up, so nothing else would end an answer"
+    "max_new_tokens must be given, here or in the generation_config (or its max_length): the state "
+    "of a Frac model never fills up, so nothing else would end an answer"
 )
 
 # What `inference.routing` keeps between calls, by model. It is not stored in the model, so that
@@ -105,7 +105,8 @@ class FracGenerationMixin(GenerationMixin):
                 f"generate_batch has no argument {', '.join(unknown)}; pass sampling settings in a "
                 "GenerationConfig, as generation_config"
             )
-        if inputs and max_new_tokens is None and config.max_new_tokens is None:
+        limits = (max_new_tokens, config.max_new_tokens, config.max_length)
+        if inputs and all(limit is None for limit in limits):
             raise ValueError(NO_LIMIT)
         results = super().generate_batch(
             inputs,

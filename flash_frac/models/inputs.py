@@ -46,7 +46,8 @@ def wants_cache(model: Any, asked: bool | None, cache: Cache | None) -> bool:
     if cache is not None:
         raise ValueError(
             "past_key_values must be None in training with gradient checkpointing, which ignores "
-            "it; call model.eval() or model.gradient_checkpointing_disable()"
+            "it; call model.eval() or model.gradient_checkpointing_disable(), or generate with "
+            "use_cache=False"
         )
     if asked:
         logger.warning_once("gradient checkpointing turns use_cache=True off.")

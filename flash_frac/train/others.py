@@ -18,6 +18,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     PreTrainedConfig,
 )
 
@@ -60,16 +61,29 @@ def make_config(
         raise ValueError(
             "output_router_logits must be false: the loss of the router would not be trained"
         )
-    # Bidirectional families have causal heads too, which see what follows unless told otherwise.
-    if kind in MODEL_FOR_MASKED_LM_MAPPING and not stated.get("is_decoder"):
+    if (switch := _causal_switch(kind)) is not None and not stated.get(switch):
+        remedy = f"set {switch} to true in its config.json, or " if switch else ""
         raise ValueError(
-            f"model_type {kind.model_type!r} sees the tokens that it should predict: set "
-            "is_decoder to true in its config.json, or choose a causal family"
+            f"model_type {kind.model_type!r} sees the tokens that it should predict: {remedy}"
+            "choose a causal family"
         )
     try:
         return kind(**{k: v for k, v in stated.items() if k != "model_type"})
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+def _causal_switch(kind: type[PreTrainedConfig]) -> str | None:
+    """The field that makes a bidirectional family causal, "" if none does; None if it is causal.
+
+    Such families have causal heads in transformers, which see what follows unless told otherwise.
+    Encoder-decoders do not: their causal head is on the decoder.
+    """
+    if kind.model_type == "xlnet":
+        return ""
+    if kind not in MODEL_FOR_MASKED_LM_MAPPING or kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return None
+    return "causal" if kind.model_type == "xlm" else "is_decoder"
 
 
 def check_settings(kind: type[PreTrainedConfig], *settings: Any) -> None:

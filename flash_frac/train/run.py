@@ -49,11 +49,10 @@ RUN_NAME = "run.json"
 # Settings that determine the sequences of a step, and the model: a run only resumes if they are
 # unchanged. Trainer changes use_cache, which does not matter here.
 _FIXED = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps")
-# Settings that a checkpoint's optimizer and scheduler keep, so a resumed run cannot change them.
-_OPTIMIZER = (
-    *("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"),
-    *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-)
+# Settings that a checkpoint's optimizer keeps, so a resumed run cannot change them. It may change
+# the schedule, for example to decay from here: checkpoints only keep the schedule's step.
+_OPTIMIZER = ("optim", "optim_args", "learning_rate", "weight_decay")
+_OPTIMIZER += ("adam_beta1", "adam_beta2", "adam_epsilon")
 _NOT_DATA = ("cache_dir", "add_bos_token")
 _NOT_MODEL = ("use_cache",)
 
@@ -294,9 +293,9 @@ def _check_optimizer(recipe: Recipe, path: Path) -> None:
     ]
     if changed:
         raise ValueError(
-            f"{'; '.join(changed)}: a run that resumes keeps the optimizer and the schedule of its "
-            "checkpoint. Restore the settings, or start a run from its weights with "
-            "--model_name_or_path and another --output_dir"
+            f"{'; '.join(changed)}: a run that resumes keeps the optimizer of its checkpoint. "
+            "Restore the settings, or start a run from its weights with --model_name_or_path and "
+            "another --output_dir"
         )
 
 

@@ -66,6 +66,10 @@ def test_generate_batch_names_what_it_cannot_do(model):
     with pytest.raises(ValueError, match="generate_batch has no argument temperature; pass"):
         model.generate_batch(PROMPTS, GREEDY, temperature=0.5)
     assert model.generate_batch([]) == {}
+    # Of prompt and answer together, as in `generate`.
+    whole = len(PROMPTS[0]) + 3
+    results = model.generate_batch(PROMPTS[:1], GenerationConfig(max_length=whole))
+    assert results["req_0"].generated_tokens == expected(model, PROMPTS[0])[:3]
 
 
 def test_generate_batch_loses_no_answer_in_silence(model):
@@ -217,6 +221,10 @@ def test_pausing(manager, model):
     with manager.pause():
         name = manager.add_request(PROMPTS[0], max_new_tokens=12)
         assert manager.get_result(name, timeout=0.05) is None
+        waits = (manager.stop, manager.get_result, lambda: list(manager))
+        for call in (*waits, lambda: list(manager.request_id_iter(name))):
+            with pytest.raises(RuntimeError, match="leave the block"):
+                call()
     assert manager.get_result(name).generated_tokens == expected(model, PROMPTS[0])
     manager.stop()
     with pytest.raises(RuntimeError, match=r"running; call start\(\)"), manager.pause():

@@ -30,6 +30,13 @@ def model():
         ({"logprobs": -1}, "logprobs must be None or whole, at least 0, got -1"),
         ({"logprobs": 1.5}, "logprobs must be None or whole, at least 0, got 1.5"),
         ({"seed": 1.5}, "seed must be a signed 64-bit integer, got 1.5"),
+        ({"seed": 10**400}, "seed must be a signed 64-bit integer, got 10{400}"),
+        ({"max_new_tokens": torch.tensor(2.5)}, "max_new_tokens must be at least 1, and whole"),
+        ({"prompt": [torch.tensor(1.5)]}, "prompt must be ids of tokens"),
+        (
+            {"stop": (x for x in ["a", 1])},
+            r"stop must be a list of non-empty texts, got \['a', 1\]",
+        ),
         ({"sampling": {"temperature": 1}}, "sampling must be SamplingSettings, got {'temp"),
         ({"sampling": None}, "sampling must be SamplingSettings, got None"),
         ({"boundaries": [1.5]}, r"boundaries must be positions, got \(1.5,\)"),
@@ -65,6 +72,14 @@ def test_requests_that_never_fit(model, options, message):
         engine.submit(Request(**{"prompt": [5], "max_new_tokens": 3} | options))
     tokens = [token for update in engine.run_until_idle() for token in update.tokens]
     assert tokens == expected(model, GOOD)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 1 - 2**63, 2**63 - 1])
+def test_seeds_of_64_bits(model, seed):
+    engine = Engine(model, slots=1)
+    request = Request(prompt=[5], max_new_tokens=2, seed=seed, stop=iter([]))
+    engine.submit(request)
+    assert request.stop == () and engine.run_until_idle()[-1].finished == "length"
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: tuple(np.array(ids))])

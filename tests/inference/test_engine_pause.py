@@ -108,8 +108,10 @@ def test_without_a_thread(model):
 
 def test_pauses_that_would_never_begin_or_end(model):
     engine = Engine(model, slots=1).start()
-    with engine.pause(), pytest.raises(RuntimeError, match="leave the block"):
-        engine.stop()
+    with engine.pause():
+        for call in (engine.stop, lambda: list(engine.stream(LONG))):
+            with pytest.raises(RuntimeError, match="leave the block"):
+                call()
     failed = []
 
     def pause(update):

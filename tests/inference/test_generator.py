@@ -1,5 +1,6 @@
 """`Generator` equals `model.generate` token for token, whatever the batch and its padding."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,5 +226,7 @@ def test_errors(model, ids):
         generator.generate(ids, max_new_tokens=0)
     with pytest.raises(ValueError, match=r"eos_token_id must be a token id, a list .* got \['a'\]"):
         generator.generate(ids, max_new_tokens=2, eos_token_id=["a"])
+    for id in (np.int64(14), torch.tensor(14), np.array([14]), []):
+        assert generator.generate(ids, max_new_tokens=2, eos_token_id=id, pad_token_id=0).shape
     with pytest.raises(ValueError, match=r"stop must be StopStrings\(tokenizer, texts\), got"):
         generator.generate(ids, max_new_tokens=2, stop=["a"])

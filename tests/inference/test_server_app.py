@@ -91,6 +91,7 @@ def test_the_model_by_its_name(asked):
         assert client.post(TEXT, json=body | {"model": model["id"]}).status_code == 200
     with client_of(make_app(str(asked), replace(OPTIONS, served_model_name="mine"))) as client:
         assert client.get("/v1/models/mine").json()["id"] == "mine"
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
         assert client.post(TEXT, json=body | {"model": "mine"}).json()["model"] == "mine"
         for answer in (
             client.get("/v1/models/other"),

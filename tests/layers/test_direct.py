@@ -66,6 +66,8 @@ def test_triton_does_not_go_past_those_who_watch():
     mixer.in_proj._hf_hook = object()
     assert not reads_directly(mixer, x, norm)
     del mixer.in_proj._hf_hook
+    mixer.out_proj.bias = torch.nn.Parameter(torch.zeros(12))
+    assert not reads_directly(mixer, x, norm)
     for changed in ({"conv_kernel": 1}, {"settings": ControlSettings(prior="exact")}):
         assert not reads_directly(make(**changed)[0], x, norm)
 

@@ -189,6 +189,8 @@ def test_a_configuration_of_another_model(write_recipe, tmp_path):
     for text, message in (
         ('{"model_type": "qwen3", "head_dims": 8}', "config_name .*: Qwen3Config has no field"),
         ('{"model_type": "bert"}', "'bert' sees the tokens that it should predict: set is_decoder"),
+        ('{"model_type": "xlm"}', "'xlm' sees the tokens that it should predict: set causal to"),
+        ('{"model_type": "xlnet"}', "'xlnet' sees the tokens .* predict: choose a causal family"),
         ('{"model_type": "mixtral", "output_router_logits": true}', "output_router_logits must be"),
         ('{"n_layer": 3}', r"no field n_layer; did you mean num_hidden_layers\?"),
         ('{"tool_version": 3}', r"no field tool_version; see help\(FracConfig\)"),

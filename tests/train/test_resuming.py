@@ -210,6 +210,16 @@ def test_a_run_keeps_its_optimizer(write_recipe):
     assert train(load_recipe(path, ["--max_steps", "4"])).history[-1]["step"] == 4
 
 
+def test_a_run_may_change_its_schedule(write_recipe):
+    """For example to let the learning rate decay from a checkpoint on."""
+    path = write_recipe(max_steps=2, save_steps=2, logging_steps=1, lr_scheduler_type="constant")
+    train(load_recipe(path))
+    changes = ["--max_steps", "6", "--lr_scheduler_type", "linear"]
+    history = train(load_recipe(path, changes)).history
+    rates = [row["learning_rate"] for row in history if "learning_rate" in row]
+    assert rates == pytest.approx([3e-3, 3e-3, 3e-3, 1.5e-3, 1e-3, 5e-4])
+
+
 @pytest.mark.parametrize("source", ["data_files", "dataset_name", "streaming"])
 def test_a_run_does_not_go_on_with_other_text(write_recipe, tmp_path, source):
     """Its path is the same, and so is the number of documents."""

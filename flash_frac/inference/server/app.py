@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging
 
-from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request
+from flash_frac.inference.scheduling import EngineStopped, QueueFull, Request, in_words
 from flash_frac.inference.server.answers import Answer, Answers
 from flash_frac.inference.server.bodies import BODIES, Token, Usage, error_fields, event
 from flash_frac.inference.server.leaving import wait_until_gone
@@ -64,7 +64,8 @@ class Service:
 
     def check_name(self, name: Any) -> None:
         """404 for a model that this server does not have, as OpenAI's answers."""
-        if name != self.name:
+        # `frac serve out/` serves the model out.
+        if not isinstance(name, str) or name.rstrip("/") != self.name.rstrip("/"):
             raise HTTPException(404, f"this server only has the model {self.name}, got {name!r}")
 
     def about(self) -> dict[str, Any]:
@@ -88,13 +89,15 @@ def build_app(service: Service, *, cors: bool = False, on_end: Callable[[], None
         if failed is None:
             ready = service.engine.warmed_up
             return JSONResponse({"status": "ok" if ready else "starting"}, 200 if ready else 503)
-        reason = one_line(f"{type(failed).__name__}: {failed}")
+        reason = one_line(in_words(failed))
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
 
     async def models(_: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [service.about()]})
 
     async def one_model(http: HttpRequest) -> Response:
+        if not http.path_params["name"]:
+            return await models(http)
         service.check_name(http.path_params["name"])
         return JSONResponse(service.about())
 
