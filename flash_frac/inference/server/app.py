@@ -245,9 +245,7 @@ class _Reply(Response):
         except Exception as error:
             # The status is sent, so only an event can still say it.
             logger.exception("a streamed answer failed")
-            await write(
-                event(error_fields(one_line(f"{type(error).__name__}: {error}"), 500)), False
-            )
+            await write(event(error_fields(one_line(in_words(error)), 500)), more=False)
 
     async def _write_events(self, answer: Answer, write: Callable[..., Awaitable[None]]) -> None:
         if opening := self.body_of.opening():
