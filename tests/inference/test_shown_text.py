@@ -68,6 +68,17 @@ def test_bytes_that_are_no_text_after_a_letter(size):
     assert text.startswith("ein") and text.endswith(" Wortü Wort")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("letter", "stray"), [("é", b"\xff"), ("€", b"\xf0\x9f"), ("€", b"\xd3\xff")]
+)
+def test_letters_after_bytes_that_are_no_text(letter, stray, size):
+    """What the tokenizer's own stream held back when it raised is not lost."""
+    ids = [1, *as_bytes(letter), *(3 + byte for byte in stray), 2, *as_bytes("😀"), 2]
+    found, _ = parts(fallback_tokenizer(), ids, size)
+    assert "".join(found).endswith(" Wort😀 Wort")
+
+
 def test_names_and_bytes_of_tokens():
     """Bytes that are no text have names of their own, so that each is one key."""
     known = load_tokenizer("bytes")

@@ -84,20 +84,25 @@ class _Quick:
 
     def __init__(self, core: Any, decode: Decode) -> None:
         self._core, self._stream = core, DecodeStream(skip_special_tokens=True)
-        self._decode, self._last = decode, []
+        # The last tokens whose text was returned, and those whose bytes are held back.
+        self._decode, self._known, self._held = decode, [], []
         self._tail: TextTail | None = None
 
     def step(self, ids: list[int]) -> str | None:
         if self._tail is None:
-            before, self._last = self._last, (self._last + ids)[-CONTEXT:]
+            self._held += ids
             try:
-                return self._stream.step(self._core, ids)
+                piece = self._stream.step(self._core, ids)
             # Rust raises a bare Exception.
             except Exception as error:
                 if "Invalid prefix" not in str(error):
                     raise
                 logger.debug(f"decoding otherwise from here: {error}")
-                self._tail = TextTail().skip(before, self._decode)
+                self._tail, ids = TextTail().skip(self._known, self._decode), self._held
+            else:
+                if piece is not None:
+                    self._known, self._held = (self._known + self._held)[-CONTEXT:], []
+                return piece
         pieces = []
         for id in ids:
             piece, self._tail = self._tail.take(id, self._decode)
