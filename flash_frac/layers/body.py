@@ -1,17 +1,19 @@
-"""The body of a FracMixer, from the outputs of in_proj to the inputs of out_proj, in training.
+"""The body of a FracMixer, from the outputs of in_proj to the inputs of out_proj, on the kernels.
 
     x, gate = projected          u = silu(conv(x))          controls = f(dyn_proj(x), rw_proj(u))
     y = scan(u, controls) + D u                             z = RMSNorm(y silu(gate))
 
-Left to autograd, the gradient of u is the sum of three tensors, that of x of two, and those of x
-and gate are concatenated: 19 passes over a (B, T, I) tensor. Here each is written once and added to
-by a product, which takes 7. The numbers are those of the modules, up to rounding.
+`compute_body` calls the operators directly, and `train_body` gives it one gradient. Left to
+autograd, the gradient of u is the sum of three tensors, that of x of two, and those of x and gate
+are concatenated: 19 passes over a (B, T, I) tensor. Here each is written once and added to by a
+product, which takes 7. The numbers are those of the modules, up to rounding.
 Letters: B batch, T time, H heads, D head channels, I = H D, N sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from flash_frac.layers.checks import state_fits
 from flash_frac.layers.norm import GatedRMSNorm
 from flash_frac.layers.plain import has_plain_weight, is_watched
 from flash_frac.layers.state import MixerState
-from flash_frac.ops import uses_triton
+from flash_frac.ops import ControlSettings, uses_triton
 from flash_frac.ops.backends import FEWEST_TAPS, MOST_TAPS, MOST_WIDTH, refuse_second_derivative
 
 if TYPE_CHECKING:
@@ -52,6 +54,67 @@ class Weights(NamedTuple):
     log_tau: Tensor
     skip: Tensor | None
     norm: Tensor
+
+
+def weights_of(mixer: FracMixer) -> Weights:
+    """The parameters themselves."""
+    conv, dyn = mixer.conv1d, mixer.dyn_proj
+    clock = (mixer.dt_bias, mixer.read_residual_logit, mixer.write_residual_scale)
+    return Weights(
+        *(conv.weight, conv.bias, dyn.weight, dyn.bias, mixer.rw_proj.weight),
+        *(*clock, mixer.base_log_tau, mixer.D, mixer.out_norm.weight),
+    )
+
+
+def settings_of(mixer: FracMixer) -> Settings:
+    """The settings of the controls and of the gated norm."""
+    return Settings(*_kernel_settings(mixer.settings), mixer.out_norm.eps, mixer.out_norm.gate_bias)
+
+
+@lru_cache(maxsize=64)
+def _kernel_settings(settings: ControlSettings) -> tuple[list[float], str]:
+    from flash_frac.ops.control.triton import kernel_settings
+
+    return kernel_settings(settings)
+
+
+def compute_body(
+    w: Weights,
+    settings: Settings,
+    projected: Tensor,
+    before: Tensor | None,
+    window: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    sequence: Tensor | None = None,
+    norm_logits: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """z, the new state and window, and what the backward pass needs besides the inputs.
+
+    Args:
+        projected: (B, T, 2 I), whose first half is x.
+        before: (N, H, M, D) float32, and window (N, I, K - 1); None to start.
+        cu_seqlens, sequence: of packed sequences, as `conv_op` takes them.
+        norm_logits: is applied to the logits of reads and writes.
+    """
+    # Imported here, because these modules import triton.
+    from flash_frac.ops.control.triton import control_op
+    from flash_frac.ops.conv.triton import conv_op
+    from flash_frac.ops.norm.triton import gated_norm_op
+    from flash_frac.ops.scan.triton import scan_op
+
+    x, gate = projected.chunk(2, -1)
+    u, after_window = conv_op(x, w.conv, w.conv_bias, window, cu_seqlens, sequence)
+    dyn, rw = F.linear(x, w.dyn, w.dyn_bias), F.linear(u, w.rw)
+    if norm_logits is not None:
+        rw = norm_logits(rw)
+    clock = (w.dt_bias, w.read_gate, w.write_gate, w.log_tau)
+    controls = control_op(dyn, rw, *clock, None, None, settings.ranges, settings.switches)
+    heads = u.view(*u.shape[:2], w.dt_bias.shape[0], -1)
+    y, after, *kept = scan_op(heads, *controls, before, cu_seqlens)
+    y = y.view(u.shape)
+    direct = None if w.skip is None else u
+    z = gated_norm_op(y, gate, w.norm, w.skip, direct, settings.eps, settings.gate_bias)
+    return z, after, after_window, (u, y, dyn, rw, *controls, *kept)
 
 
 def trains_at_once(
@@ -96,31 +159,18 @@ def train_body(
     mixer: FracMixer, projected: Tensor, state: MixerState | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, MixerState]:
     """z (B, T, I) from the outputs (B, T, 2 I) of in_proj, and the states of the N sequences."""
-    # Imported here, because these modules import triton.
-    from flash_frac.ops.control.triton import kernel_settings
+    # Imported here, because this module imports triton.
     from flash_frac.ops.conv.triton import sequence_of_tokens
 
-    dtype, out_norm = projected.dtype, mixer.out_norm
-    conv, dyn = mixer.conv1d, mixer.dyn_proj
-    weights = Weights(
-        conv=conv.weight,
-        conv_bias=conv.bias,
-        dyn=dyn.weight.to(dtype),
-        dyn_bias=dyn.bias.to(dtype),
-        rw=mixer.rw_proj.weight.to(dtype),
-        dt_bias=mixer.dt_bias.float(),
-        read_gate=mixer.read_residual_logit.float(),
-        write_gate=mixer.write_residual_scale.float(),
-        log_tau=mixer.base_log_tau.float(),
-        skip=mixer.D,
-        norm=out_norm.weight,
-    )
-    settings = Settings(*kernel_settings(mixer.settings), out_norm.eps, out_norm.gate_bias)
+    dtype, plain = projected.dtype, weights_of(mixer)
+    cast = {name: getattr(plain, name).to(dtype) for name in ("dyn", "dyn_bias", "rw")}
+    names = ("dt_bias", "read_gate", "write_gate", "log_tau")
+    weights = plain._replace(**cast, **{name: getattr(plain, name).float() for name in names})
     before, window = (None, None) if state is None else state
     window = None if window is None else window.to(dtype).contiguous()
     before = None if before is None else before.contiguous()
     sequence = sequence_of_tokens(cu_seqlens, projected)
-    given = (settings, projected.contiguous(), before, window, cu_seqlens, sequence)
+    given = (settings_of(mixer), projected.contiguous(), before, window, cu_seqlens, sequence)
     z, after, window = _Body.apply(*given, *(w if w is None else w.contiguous() for w in weights))
     return z, MixerState(after, window)
 
@@ -139,26 +189,11 @@ class _Body(torch.autograd.Function):
         sequence: Tensor | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_frac.ops.control.triton import control_op
-        from flash_frac.ops.conv.triton import conv_op
-        from flash_frac.ops.norm.triton import gated_norm_op
-        from flash_frac.ops.scan.triton import scan_op
-
         w = Weights(*parameters)  # pyright: ignore[reportArgumentType]
-        x, gate = projected.chunk(2, -1)
-        u, after_window = conv_op(x, w.conv, w.conv_bias, window, cu_seqlens, sequence)
-        logits = (F.linear(x, w.dyn, w.dyn_bias), F.linear(u, w.rw))
-        clock = (w.dt_bias, w.read_gate, w.write_gate, w.log_tau)
-        controls = control_op(*logits, *clock, None, None, settings.ranges, settings.switches)
-        heads = u.view(*u.shape[:2], w.dt_bias.shape[0], -1)
-        y, after, *kept = scan_op(heads, *controls, before, cu_seqlens)
-        y = y.view(u.shape)
-        direct = None if w.skip is None else u
-        z = gated_norm_op(y, gate, w.norm, w.skip, direct, settings.eps, settings.gate_bias)
+        given = (projected, before, window, cu_seqlens, sequence)
+        z, after, after_window, kept = compute_body(w, settings, *given)
         ctx.settings = settings
-        ctx.save_for_backward(
-            projected, before, window, cu_seqlens, sequence, u, y, *logits, *controls, *kept, *w
-        )
+        ctx.save_for_backward(*given, *kept, *w)
         ctx.set_materialize_grads(False)
         return z, after, after_window
 

@@ -7,17 +7,15 @@ Letters: B batch, T time, E width, H heads, D head channels, I = H D.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_frac.layers.body import compute_body, settings_of, weights_of
 from flash_frac.layers.checks import state_fits
 from flash_frac.layers.mixer import FracMixer
 from flash_frac.layers.norm import RMSNorm
 from flash_frac.layers.state import MixerState
-from flash_frac.ops import ControlSettings
 from flash_frac.ops.backends import FEWEST_TAPS, MOST_TAPS, MOST_WIDTH
 
 
@@ -44,40 +42,13 @@ def read_directly(
     mixer: FracMixer, x: Tensor, norm: RMSNorm, state: MixerState | None
 ) -> tuple[Tensor, MixerState]:
     """x + mixer(norm(x)) for x (B, T, E) without padding, and the state after it."""
-    # Imported here, because these modules import triton.
-    from flash_frac.ops.control.triton import control_op
-    from flash_frac.ops.conv.triton import conv_op
-    from flash_frac.ops.norm.triton import gated_norm_op, norm_op
-    from flash_frac.ops.scan.triton import scan_op
+    # Imported here, because this module imports triton.
+    from flash_frac.ops.norm.triton import norm_op
 
     before, window = (None, None) if state is None else (x.contiguous() for x in state)
     x = x.contiguous()
-    conv, out_norm = mixer.conv1d, mixer.out_norm
     normed = norm_op(x, norm.weight, norm.eps, x.dtype)
-    inner_x, gate = F.linear(normed, mixer.in_proj.weight).chunk(2, -1)
-    u, window = conv_op(inner_x, conv.weight, conv.bias, window, None, None)
-    controls = control_op(
-        F.linear(inner_x, mixer.dyn_proj.weight, mixer.dyn_proj.bias),
-        mixer.norm_logits(F.linear(u, mixer.rw_proj.weight)),
-        mixer.dt_bias,
-        mixer.read_residual_logit,
-        mixer.write_residual_scale,
-        mixer.base_log_tau,
-        None,
-        None,
-        *_kernel_settings(mixer.settings),
-    )
-    heads = u.view(*u.shape[:2], mixer.num_heads, mixer.head_dim)
-    y, after, *_ = scan_op(heads, *controls, before, None)
-    skip, direct = (None, None) if mixer.D is None else (mixer.D, u)
-    y = gated_norm_op(
-        y.view(u.shape), gate, out_norm.weight, skip, direct, out_norm.eps, out_norm.gate_bias
-    )
-    return x + F.linear(y, mixer.out_proj.weight), MixerState(after, window)
-
-
-@lru_cache(maxsize=64)
-def _kernel_settings(settings: ControlSettings) -> tuple[list[float], str]:
-    from flash_frac.ops.control.triton import kernel_settings
-
-    return kernel_settings(settings)
+    projected = F.linear(normed, mixer.in_proj.weight)
+    given = (weights_of(mixer), settings_of(mixer), projected, before, window)
+    z, after, window = compute_body(*given, norm_logits=mixer.norm_logits)[:3]
+    return x + F.linear(z, mixer.out_proj.weight), MixerState(after, window)
