@@ -99,7 +99,8 @@ class GatedMLP(nn.Module):
 
     def step_in_place(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x + mlp(norm(x)) for one token (B, 1, E); reads each weight once."""
-        from flash_frac.ops.decode.linear import MOST_VECTORS, fused_norm_swiglu
+        from flash_frac.ops.decode.linear import fused_norm_swiglu
+        from flash_frac.ops.decode.plan import MOST_VECTORS
 
         hidden, gate, up = x[:, 0], self.gate_proj, self.up_proj
         if hidden.shape[0] > MOST_VECTORS:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_frac.inference import Engine, EngineStopped, PrefixStates, Request
-from tests.inference.engines import expected, make, random_requests
+from tests.inference.engines import answers, expected, make, random_requests
 
 LONG = Request(prompt=[5, 6, 7], max_new_tokens=10**6)
 
@@ -60,19 +60,12 @@ def test_no_step_runs_inside(model):
 def test_requests_go_on(model):
     """With the tokens that they would have had; new ones wait."""
     requests = random_requests(9)
-    engine, found = Engine(model, slots=4, piece=16).start(), {}
-    done = threading.Event()
-
-    def keep(update):
-        found.setdefault(update.id, []).extend(update.tokens)
-        if len(found) == len(requests) and not engine.stats().running:
-            done.set()
-
-    ids = []
+    engine, updates, ids = Engine(model, slots=4, piece=16).start(), [], []
     for request in requests:
         with engine.pause():
-            ids.append(engine.submit(request, keep))
+            ids.append(engine.submit(request, updates.append))
     engine.stop()
+    found = answers(updates)
     assert [found[id] for id in ids] == [expected(model, request) for request in requests]
 
 

@@ -115,12 +115,13 @@ def test_a_folder_of_a_server_needs_a_budget(model, tmp_path):
 
 
 @torch.no_grad()
-def test_changed_weights_drop_states():
+@pytest.mark.parametrize("kind", ["parameters", "buffers"])
+def test_changed_weights_drop_states(kind):
     """In place, as training does; states of the old weights would give other tokens."""
     model = make(None)
     engine, request = make_engine(model), Request(prompt=SYSTEM, max_new_tokens=9)
     ask(engine, request)
-    for weight in model.parameters():
+    for weight in getattr(model, kind)():
         weight.add_(0.05 * torch.randn_like(weight))
     assert ask(engine, request) == ([expected(model, request)], len(SYSTEM))
     assert ask(engine, request) == ([expected(model, request)], 0)

@@ -226,7 +226,17 @@ def test_errors(model, ids):
         generator.generate(ids, max_new_tokens=0)
     with pytest.raises(ValueError, match=r"eos_token_id must be a token id, a list .* got \['a'\]"):
         generator.generate(ids, max_new_tokens=2, eos_token_id=["a"])
-    for id in (np.int64(14), torch.tensor(14), np.array([14]), []):
-        assert generator.generate(ids, max_new_tokens=2, eos_token_id=id, pad_token_id=0).shape
     with pytest.raises(ValueError, match=r"stop must be StopStrings\(tokenizer, texts\), got"):
         generator.generate(ids, max_new_tokens=2, stop=["a"])
+
+
+def test_ends_of_other_libraries(model, ids):
+    """They end sequences as whole numbers of Python do; an empty list ends none."""
+    generator, options = Generator(model.eval()), {"max_new_tokens": 12, "pad_token_id": 0}
+    free = generator.generate(ids, **options)
+    end = int(free[0, ids.shape[1] + 3])
+    expected = generator.generate(ids, eos_token_id=end, **options)
+    assert not torch.equal(expected, free)
+    for given in (np.int64(end), torch.tensor(end), np.array([end]), torch.tensor([end])):
+        assert torch.equal(generator.generate(ids, eos_token_id=given, **options), expected)
+    assert torch.equal(generator.generate(ids, eos_token_id=[], **options), free)

@@ -88,7 +88,8 @@ def test_the_model_by_its_name(asked):
         assert model["id"] == str(asked)
         assert client.get(f"/v1/models/{model['id']}").json() == model
         body = {"prompt": "Once", "max_tokens": 1}
-        assert client.post(TEXT, json=body | {"model": model["id"]}).status_code == 200
+        for name in (model["id"], f"{asked}/"):
+            assert client.post(TEXT, json=body | {"model": name}).status_code == 200
     with client_of(make_app(str(asked), replace(OPTIONS, served_model_name="mine"))) as client:
         assert client.get("/v1/models/mine").json()["id"] == "mine"
         assert client.get("/v1/models/").json() == client.get("/v1/models").json()

@@ -17,7 +17,7 @@ from flash_frac.train import load_recipe, train
 from flash_frac.train.dry_run import dry_run
 from flash_frac.train.memory import GIB, count_parameters
 from flash_frac.train.monitor import LOG_NAME, read_lines
-from flash_frac.train.others import next_token_loss
+from flash_frac.train.others import config_class_of, make_config, next_token_loss
 from flash_frac.train.plan import plan_run
 from tests.train.runs import assert_same_weights, finish, losses, start_together, weights
 
@@ -158,6 +158,20 @@ def test_what_only_frac_models_can_do_is_refused(write_other, changes, message):
 def test_families_that_cannot_be_trained(write_other, model_type, message):
     with pytest.raises(ValueError, match=f"config_name .*: {message}"):
         load_recipe(write_other({"model_type": model_type}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "bart"},
+        {"model_type": "bert", "is_decoder": True},
+        {"model_type": "xlm", "causal": True},
+    ],
+)
+def test_families_that_are_causal_when_asked(values):
+    """The causal head of an encoder-decoder is on its decoder, which is causal anyway."""
+    made = make_config(config_class_of(values), values, {})
+    assert made.model_type == values["model_type"]
 
 
 def test_context_parallel_is_refused(write_other):

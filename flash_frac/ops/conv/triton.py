@@ -131,7 +131,8 @@ def conv_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and window; empty for inputs that are None.
 
-    If dx is given, whose rows may be strided, the gradient of x is written there, and is empty.
+    If dx is given, whose rows may be strided, the gradient of x is written there, and its result is
+    empty.
     """
     du, dnew = du.contiguous(), None if dnew is None else dnew.contiguous()
     batch, num_tokens, num_channels = x.shape
